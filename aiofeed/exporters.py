@@ -1,5 +1,17 @@
 """The statistics of feeders as metrics of Prometheus and OpenTelemetry, with the same names in both.
 
+Example:
+    ```python
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    import aiofeed
+
+    feeder = aiofeed.Feeder(list(range(100)), batch_size=10)
+    registry = CollectorRegistry()
+    registry.register(aiofeed.exporters.PrometheusCollector(feeder))
+    print(generate_latest(registry).decode())
+    ```
+
 The packages are imported when an exporter is made. Names and units follow Prometheus: base units, in plural.
 """
 
@@ -116,6 +128,16 @@ class _Feeds:
 class PrometheusCollector:
     """A collector for ``prometheus_client``: ``REGISTRY.register(aiofeed.exporters.PrometheusCollector(feeder))``.
 
+    Example:
+        ```python
+        from prometheus_client import REGISTRY
+
+        import aiofeed
+
+        feeder = aiofeed.Feeder(list(range(100)), batch_size=10)
+        REGISTRY.register(aiofeed.exporters.PrometheusCollector(feeder))
+        ```
+
     Metrics are named ``aiofeed_samples_total``, ``aiofeed_stall_seconds_total``, ``aiofeed_queue_depth`` and so on,
     with the label ``feeder``. The collector does not keep feeders alive.
 
@@ -153,6 +175,14 @@ class PrometheusCollector:
 @public_in("aiofeed.exporters")
 class OpenTelemetryMetrics:
     """Observable metrics of OpenTelemetry: ``OpenTelemetryMetrics(feeder)`` after the provider is set.
+
+    Example:
+        ```python
+        import aiofeed
+
+        feeder = aiofeed.Feeder(list(range(100)), batch_size=10)
+        metrics = aiofeed.exporters.OpenTelemetryMetrics(feeder)
+        ```
 
     Metrics are named ``aiofeed.samples``, ``aiofeed.stall_seconds``, ``aiofeed.queue_depth`` and so on, with the
     attribute ``feeder``. They are read when the provider collects, and do not keep feeders alive.

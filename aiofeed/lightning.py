@@ -23,6 +23,15 @@ def _callback_class() -> Any:
 class FeederMonitor(_callback_class()):  # type: ignore[misc]
     """Log the statistics of a ``Feeder`` to the loggers of a Lightning ``Trainer``.
 
+    Example:
+        ```python
+        import lightning
+
+        import aiofeed.lightning
+
+        trainer = lightning.Trainer(callbacks=[aiofeed.lightning.FeederMonitor()])
+        ```
+
     Logs ``feeder.scalars()`` every ``log_every_n_steps`` batches of the Trainer and at the end of each epoch.
 
     Args:

@@ -50,6 +50,16 @@ TOGETHER = 32
 class Arrays(GroupedSource):
     """Samples are positions along axes of chunked arrays, with windows around them; batches are dicts of tensors.
 
+    Example:
+        ```python
+        import aiofeed
+
+        weather = aiofeed.Arrays({"t2m": "weather.zarr/t2m"}, sample="time", window=range(-3, 1))
+        feeder = aiofeed.Feeder(weather, batch_size=4, shuffle="window")
+        for batch in feeder:
+            print(batch["t2m"].shape)  # the hour and the three before it: [N, 4, lat, lon]
+        ```
+
     Arrays are Zarr (versions 2 and 3), HDF5 and NetCDF4, on disk or at URLs. Each chunk is read by its own range
     request and decoded in threads, without HDF5's library, its lock and its handles: processes may be forked. With
     ``shuffle="window"`` each chunk is decoded once in an epoch, or for both shards if it is at the border of two;

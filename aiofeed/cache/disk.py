@@ -43,6 +43,18 @@ ENCODED = "none, encoded samples"
 class DiskCache(BaseCache):
     """Cache samples in a file: ``cache=DiskCache("train.cache")``.
 
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(photos, decode=decode, batch_size=4, cache=aiofeed.DiskCache("train.cache"))
+        for epoch in feeder.epochs(2):  # decodes in the first epoch of the first run only
+            for images, labels in feeder:
+                print(epoch, images.shape)
+        ```
+
     All processes that use the file fill it during the first epoch, for example the ranks of a host; a sample that one
     has written is not decoded by the others. A later run continues with the file, also after a crash. The space of
     samples of equal size is allocated when it is created; samples of any other shape and structure are appended. Each
@@ -159,6 +171,15 @@ class DiskCache(BaseCache):
 @dataclass(frozen=True)
 class EncodedCache(DiskCache):
     """Cache encoded samples, as a source reads them: ``EncodedCache(path, n)`` is ``DiskCache(path, n, encoded=True)``.
+
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")  # or at a URL, where the cache pays
+        cache = aiofeed.EncodedCache("photos.cache", max_bytes=100 << 30)
+        feeder = aiofeed.Feeder(photos, decode=aiofeed.DecodeImage(size=224), batch_size=4, cache=cache)
+        ```
 
     Args:
         path: Path of the file, on a local disk; its folder must exist and be writable.

@@ -37,6 +37,18 @@ log: logging.Logger = logging.getLogger("aiofeed.cache")
 class HostCache(BaseCache):
     """Cache decoded samples in memory: ``cache=HostCache(8 << 30)``; ``cache="host"`` is ``HostCache()``.
 
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(photos, decode=decode, batch_size=4, cache=aiofeed.HostCache(8 << 30))
+        for epoch in feeder.epochs(2):  # decodes in the first one only
+            for images, labels in feeder:
+                print(epoch, images.shape)
+        ```
+
     Samples of any shape and structure are cached in the order in which they are decoded, up to the limit. If not all
     fit, a log line says so. Each feeder has a cache of its own, which survives ``close()`` and is freed with the
     feeder. A pickled feeder starts with an empty cache.

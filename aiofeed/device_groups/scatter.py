@@ -29,6 +29,17 @@ BatchT = TypeVar("BatchT")
 def scatter(batch: BatchT, devices: Sequence[str | int | torch.device | BaseDevice]) -> tuple[BatchT, ...]:
     """Split a batch into one part per device, as ``Feeder(..., device=[...])`` does.
 
+    Example:
+        ```python
+        import torch
+
+        import aiofeed
+
+        batch = torch.rand(32, 8), torch.arange(32)
+        for x, y in aiofeed.scatter(batch, ["cpu"]):  # or ["cuda:0", "cuda:1"]: 16 samples for each
+            print(x.shape, y.device)
+        ```
+
     When it returns, the batch's host memory may be overwritten, and each part may be used on its device's current
     stream. If that memory is pinned, the copies to the devices run in parallel.
 

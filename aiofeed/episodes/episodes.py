@@ -54,6 +54,16 @@ class Moment(NamedTuple):
 class Episodes(GroupedSource):
     """Moments of the episodes of a LeRobot data set (3.0 or 2.1), each with windows of rows and frames around it.
 
+    Example:
+        ```python
+        import aiofeed
+
+        windows = {"action": [step / 10 for step in range(8)]}  # seconds from the moment
+        episodes = aiofeed.Episodes("lerobot/av1", windows)
+        for batch in aiofeed.Feeder(episodes, batch_size=16, shuffle="window"):
+            print(batch["observation.images.top"].shape, batch["action"].shape)
+        ```
+
     A sample is a dict as an item of LeRobot's ``LeRobotDataset``: each camera uint8 [3, H, W], or [n, 3, H, W] with
     n > 1 offsets; each column its shape, with offsets [n, ...]; ``NAME_is_pad`` bool [n] for each window, true where it
     reaches beyond the episode and repeats its first or last row; ``task``, a string. A batch has a tensor for each

@@ -56,6 +56,18 @@ _SOURCES = "write aiofeed.Feeder(source, decode=..., batch_size=..., shuffle=...
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A drop-in replacement for ``torch.utils.data.DataLoader``: the same arguments and, bit for bit, the same batches.
 
+    Example:
+        ```python
+        import torch
+
+        import aiofeed
+
+        dataset = torch.utils.data.TensorDataset(torch.rand(100, 8), torch.arange(100))
+        loader = aiofeed.DataLoader(dataset, batch_size=10, shuffle=True, num_workers=2)
+        for x, y in loader:
+            print(x.shape, y)
+        ```
+
     It draws from the random generators as torch's does, seeds its workers alike and gives batch k to worker k modulo
     ``num_workers``. Workers hand their batches over in shared memory that is reused. Ctrl-C, ``break`` and exceptions
     leave nothing behind; an exception of the dataset names the sample. ``async for`` works as well as ``for``.

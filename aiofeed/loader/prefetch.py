@@ -89,6 +89,17 @@ def prefetch(
 ) -> Prefetch[Any]:
     """Load batches of any iterable ahead, e.g. of a ``DataLoader``, and copy them to a device on a side stream.
 
+    Example:
+        ```python
+        import torch
+
+        import aiofeed
+
+        batches = torch.rand(10, 32, 8)  # or a DataLoader, or any other iterable of batches
+        for batch in aiofeed.prefetch(batches, device="auto"):
+            print(batch.shape, batch.device)
+        ```
+
     Args:
         batches: An iterable, which runs in a thread of its own, or an async iterable, which runs on an event loop of
             its own.

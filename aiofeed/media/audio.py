@@ -45,6 +45,18 @@ MOST_RATIO = 100
 class DecodeAudio:
     """Decode the bytes of an audio file, or the sound of a video, to float32 [channels, rate * seconds].
 
+    Example:
+        ```python
+        from pathlib import Path
+
+        import aiofeed
+
+        recordings = aiofeed.Files(sorted(Path("recordings").glob("*.wav")))
+        decode = aiofeed.DecodeAudio(rate=16000, seconds=0.5)
+        for sound in aiofeed.Feeder(recordings, decode=decode, batch_size=2):
+            print(sound.shape)  # float32 [N, 1, 8000]
+        ```
+
     Needs ``pip install "aiofeed[media]"``. Full scale is -1 to 1. A recording shorter than ``seconds`` is followed by
     zeros. Also decodes the path of a local file, which is opened in place.
 

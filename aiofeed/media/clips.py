@@ -65,6 +65,18 @@ IDENTITY_BYTES = 1 << 16
 class Clips(IndexedSource):
     """Clips of the videos of a source: uint8 [frames, 3, H, W]. A source like the others, without ``decode=``.
 
+    Example:
+        ```python
+        from pathlib import Path
+
+        import aiofeed
+
+        videos = aiofeed.Files(sorted(Path("videos").glob("*.mp4")))
+        clips = aiofeed.Clips(videos, frames=8, stride=2, size=112)
+        for batch in aiofeed.Feeder(clips, batch_size=2, shuffle=True):
+            print(batch.shape)  # uint8 [N, 8, 3, 112, 112]
+        ```
+
     A sample is a video. Needs ``pip install "aiofeed[media]"``. The pixels of a frame are those of FFmpeg's bilinear
     scaler, which filters over all pixels when it shrinks; the rotation or mirroring that a phone stores is applied.
 

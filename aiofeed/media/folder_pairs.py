@@ -24,6 +24,16 @@ _LISTED = 5
 class FolderPairs(Files):
     """One sample per image in a folder and its mask in another; boxes may be its target. For ``DecodePair``.
 
+    Example:
+        ```python
+        import aiofeed
+
+        pairs = aiofeed.FolderPairs("photos", "masks")
+        decode = aiofeed.DecodePair(aiofeed.DecodeImage(size=224, flip=True))
+        for images, masks in aiofeed.Feeder(pairs, decode=decode, batch_size=4):
+            print(images.shape, masks.shape)
+        ```
+
     An image and its mask have the same path below their folders, apart from the extension: ``images/street/01.jpg`` and
     ``masks/street/01.png``. Samples are sorted by that path. Images have the extensions of ``ImageFolder``; masks may
     also be .gif. For masks with other names pass ``Files([(image, mask), ...])``.

@@ -46,6 +46,16 @@ _WAYS = {
 class DecodePair:
     """Decode an image with its mask, and move boxes and keypoints along: one random crop and flip for all.
 
+    Example:
+        ```python
+        import aiofeed
+
+        decode = aiofeed.DecodePair(aiofeed.DecodeImage(size=224, crop="random", flip=True))
+        feeder = aiofeed.Feeder(aiofeed.FolderPairs("photos", "masks"), decode=decode, batch_size=4)
+        for images, masks in feeder:
+            print(images.shape, masks.shape)  # [N, 3, 224, 224], [N, 224, 224]
+        ```
+
     Data are the bytes of an image, a tuple (image, mask) or a dict of ``fields``. The result is the image, uint8
     [3, H, W], or a tuple of the image and the mask, [H, W]. A mask has one channel of numbers, or a palette, whose
     numbers are kept; it is resized to the nearest pixel. It has the size of the upright image.

@@ -40,6 +40,17 @@ _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 class DecodeNumpy:
     """Decode the bytes of a ``.npy`` or ``.npz`` file to an array with its own shape and dtype.
 
+    Example:
+        ```python
+        from pathlib import Path
+
+        import aiofeed
+
+        arrays = aiofeed.Files(sorted(Path("arrays").glob("*.npy")))
+        for batch in aiofeed.Feeder(arrays, decode=aiofeed.DecodeNumpy(), batch_size=2):
+            print(batch.shape)
+        ```
+
     Args:
         member: The array of a ``.npz`` file. ``None``: a ``.npz`` file gives a dict of all its arrays. Members that are
             no arrays are bytes.
@@ -125,6 +136,17 @@ def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 class DecodeTensor:
     """Decode the bytes of a ``.safetensors`` file to a dict of tensors. Needs ``pip install "aiofeed[safetensors]"``.
 
+    Example:
+        ```python
+        from pathlib import Path
+
+        import aiofeed
+
+        files = aiofeed.Files(sorted(Path("arrays").glob("*.safetensors")))
+        for batch in aiofeed.Feeder(files, decode=aiofeed.DecodeTensor(), batch_size=2):
+            print(batch["x"].shape)  # a tensor for each name in the files
+        ```
+
     Args:
         name: Decode to this tensor only.
 
@@ -164,6 +186,17 @@ def _safetensors() -> tuple[type[Exception], Any]:
 @dataclass(frozen=True)
 class DecodeJSON:
     """Decode JSON with msgspec, and check its type.
+
+    Example:
+        ```python
+        from pathlib import Path
+
+        import aiofeed
+
+        files = aiofeed.Files(sorted(Path("arrays").glob("*.json")))
+        for batch in aiofeed.Feeder(files, decode=aiofeed.DecodeJSON(dict[str, float]), batch_size=2):
+            print(batch["x"])
+        ```
 
     Args:
         type: What the JSON must be: ``dict[str, int]``, a ``TypedDict``, a ``NamedTuple``, a ``msgspec.Struct``, ...

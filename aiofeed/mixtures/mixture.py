@@ -42,6 +42,16 @@ Until: TypeAlias = 'Literal["all", "first"] | int'
 class Mixture(IndexedSource):
     """Several sources, from which samples are drawn by weight. Pass it to ``Feeder`` like a source.
 
+    Example:
+        ```python
+        import aiofeed
+
+        web, code = aiofeed.Tokens("tokens.bin", 128), aiofeed.Tokens("code.bin", 128)
+        mixture = aiofeed.Mixture({"web": web, "code": code}, weights={"web": 0.7, "code": 0.3})
+        for batch in aiofeed.Feeder(mixture, batch_size=8, shuffle=True):
+            print(batch.shape)
+        ```
+
     After any number of samples the count of a source differs from its share by less than one, counted from a change of
     the mixture on by less than two. Each source is passed
     through in an order of its own, shuffled anew each time that it starts again. The order is a function of seed and

@@ -40,6 +40,17 @@ TOLERANCE = 0.008
 class Balanced(LengthPlan):
     """A plan for ``batch_size=``: batches of up to ``max_tokens``, whose costs are equal for all ranks in each step.
 
+    Example:
+        ```python
+        import aiofeed
+
+        documents = aiofeed.Documents("tokens.bin", separator=0)
+        plan = aiofeed.Balanced(documents.lengths("tokens"), max_tokens=4096, groups=2)
+        feeder = aiofeed.Feeder(documents, batch_size=plan, shuffle=True, collate_fn=list)
+        for batch in feeder:
+            print(sum(map(len, batch)))
+        ```
+
     The samples of a batch are concatenated, as variable-length attention takes them: its tokens are the sum of their
     lengths, without padding. An epoch is shuffled and cut into steps of equal tokens, over which samples longer than
     ``1 - fill`` of a batch are spread evenly. In a step, samples go to ``groups`` groups, the most expensive first,

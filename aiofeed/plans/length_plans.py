@@ -231,6 +231,16 @@ class LengthPlan(Plan):
 class Buckets(LengthPlan):
     """A plan for ``batch_size=``: each batch has samples of one range of lengths, and the size of that range.
 
+    Example:
+        ```python
+        import aiofeed
+
+        texts = [list(range(length)) for length in (3, 5, 8, 2, 9, 4)]
+        buckets = aiofeed.Buckets([len(text) for text in texts], boundaries=[6], batch_sizes=[4, 2])
+        for batch in aiofeed.Feeder(texts, batch_size=buckets, collate_fn=aiofeed.pad_collate()):
+            print(batch)
+        ```
+
     With ``shuffle=True`` samples are shuffled within a bucket, and batches among each other. ``drop_last=True`` drops
     the incomplete batch of each bucket.
 
@@ -303,6 +313,16 @@ class Buckets(LengthPlan):
 @public
 class TokenBudget(LengthPlan):
     """A plan for ``batch_size=``: batches of up to ``max_tokens`` after padding, of samples of similar length.
+
+    Example:
+        ```python
+        import aiofeed
+
+        texts = [list(range(length)) for length in (3, 5, 8, 2, 9, 4)]
+        budget = aiofeed.TokenBudget([len(text) for text in texts], max_tokens=16)
+        for batch in aiofeed.Feeder(texts, batch_size=budget, collate_fn=aiofeed.pad_collate()):
+            print(batch)
+        ```
 
     The cost of a batch is its number of samples times the length of its longest one. With ``shuffle=True`` the samples
     are shuffled, sorted by length within windows, alternately upwards and downwards, and cut into batches; then the

@@ -31,6 +31,16 @@ MOST_TOKENS = 2**31 - 1
 class Pack(LengthPlan):
     """A plan for ``batch_size=``: batches of ``rows`` rows of ``context`` tokens, filled with whole or split documents.
 
+    Example:
+        ```python
+        import aiofeed
+
+        documents = aiofeed.Documents("tokens.bin", separator=0)
+        feeder = aiofeed.Feeder(documents, batch_size=aiofeed.Pack(context=1024, rows=4), shuffle=True)
+        for batch in feeder:
+            print(batch["tokens"].shape, batch["document_ids"].shape)
+        ```
+
     A sample is a document: a 1-D tensor, array or list of ints, or a dict of such columns of one length, which are
     packed alike. A batch is a dict:
 

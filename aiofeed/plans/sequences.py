@@ -50,6 +50,18 @@ def pad_collate(
 ) -> PadCollate:
     """Return a ``collate_fn`` that pads the sequences of a batch, each to its longest, and adds attention masks.
 
+    Example:
+        ```python
+        import torch
+
+        import aiofeed
+
+        collate = aiofeed.pad_collate(value=-1)
+        tokens, mask = collate([torch.tensor([1, 2, 3]), torch.tensor([4])])
+        print(tokens)  # [[1, 2, 3], [4, -1, -1]]
+        print(mask)  # [[1, 1, 1], [1, 0, 0]]
+        ```
+
     A sequence is a tensor, an array or a list of numbers. It is padded along dimension 0 and stacked to [N, T, ...].
     Other parts are collated as by ``default_collate``.
 

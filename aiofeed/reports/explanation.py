@@ -78,6 +78,19 @@ class RankTimes:
 class Explanation:
     """Where the time of an epoch went: the limit with its evidence, a table of stages, and advice. ``print`` it.
 
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        feeder = aiofeed.Feeder(photos, decode=aiofeed.DecodeImage(size=224), batch_size=2)
+        for images, labels in feeder:
+            pass
+        explanation = feeder.explain()
+        print(explanation.stage, explanation.advice)
+        print(explanation)  # all, as a table
+        ```
+
     Args:
         verdict: The limit and its evidence, in one sentence.
         stage: The stage that limits training: "sampler", "read", "decode", "collate", "copy", "hand-over", "step", or

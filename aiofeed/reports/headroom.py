@@ -21,6 +21,18 @@ BatchT = TypeVar("BatchT")
 class Headroom(Generic[BatchT]):
     """An epoch in which some batches are returned again; ``print`` it afterwards. See ``Feeder.headroom``.
 
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        feeder = aiofeed.Feeder(photos, decode=aiofeed.DecodeImage(size=224), batch_size=1)
+        run = feeder.headroom(1)
+        for images, labels in run:
+            images.float().mean()  # your training step
+        print(run)
+        ```
+
     Attributes:
         loaded_s: Seconds per step with loading; 0 before the measurement.
         floor_s: Seconds per step without loading; 0 before the measurement.

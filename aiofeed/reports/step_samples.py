@@ -17,6 +17,17 @@ from aiofeed.kernel.sampling.schedule import Position
 class StepSample:
     """A sample of one step, as ``Feeder.samples`` names it.
 
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(photos, decode=decode, batch_size=4, shuffle=True)
+        for sample in feeder.samples(1):  # of the second batch; nothing is read
+            print(sample.index, sample.key)
+        ```
+
     Args:
         index: Its index in the source.
         key: Its key, by which errors name it; ``None`` if the source is not known.

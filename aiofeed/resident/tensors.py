@@ -34,6 +34,17 @@ _IN_MEMORY = "batches are views of the data in memory, and not collated from sam
 class Tensors(IndexedSource):
     """Tensors or arrays of the same length; sample ``i`` is row ``i`` of each. They are referenced, not copied.
 
+    Example:
+        ```python
+        import torch
+
+        import aiofeed
+
+        data = aiofeed.Tensors(torch.rand(1000, 8), torch.arange(1000))
+        for x, y in aiofeed.Feeder(data, batch_size=100, shuffle=True, device="auto"):
+            print(x.shape, y.device)
+        ```
+
     A batch is a list of as many tensors with the same dtypes; ``Tensors(x)`` gives ``[x]``. Each rank copies all data
     to its device once. Batches are views of a buffer into which rows are permuted, in device or host memory. Do not
     change the data while they are fed.

@@ -49,6 +49,16 @@ def attach(
 ) -> AttachedFeed:
     """Connect to a feeder that another process of this host serves with ``aiofeed.serve``.
 
+    Example:
+        ```python
+        import aiofeed
+
+        feeder = aiofeed.Feeder(list(range(100)), batch_size=10)
+        with aiofeed.serve(feeder, "numbers"):  # in another process
+            for batch in aiofeed.attach("numbers", device="auto"):
+                print(batch)
+        ```
+
     If the server's feeder is on the same GPU, batches are copied within device memory; otherwise they come
     through host memory. The call blocks while it connects, usually for milliseconds; in async code use
     ``await asyncio.to_thread(attach, address)``.

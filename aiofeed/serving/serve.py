@@ -59,6 +59,18 @@ def serve(
 ) -> Server:
     """Feed several training processes of this host from one feeder; each sample is decoded once.
 
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(photos, decode=decode, batch_size=4, shuffle=True)
+        with aiofeed.serve(feeder, "photos"):
+            for images, labels in aiofeed.attach("photos"):  # in each process that trains
+                print(images.shape)
+        ```
+
     Training processes call ``aiofeed.attach(address)`` and iterate the result. The server starts with ``with``,
     ``start`` or ``run``:
 

@@ -173,6 +173,17 @@ class CompressedShard(Shard):
 class MDSShards(FieldShards):
     """Samples that MosaicML Streaming has written; the fields are the columns.
 
+    Example:
+        ```python
+        import aiofeed
+
+        shards = aiofeed.MDSShards("mds", data="image", target="label")
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(shards, decode=decode, batch_size=4, shuffle="window")
+        for images, labels in feeder:
+            print(images.shape, labels)
+        ```
+
     Columns of the encodings bytes, str, int, str_int, str_float, str_decimal, json, ndarray and of scalars have their
     values, pil an image of Pillow; jpeg and png have the encoded bytes, for ``decode=``. list[pil], list[jpeg],
     list[png] and jpeg_array are lists of these. pkl is an error, unless ``data`` leaves it out: it may run any code.

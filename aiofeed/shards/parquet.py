@@ -67,6 +67,16 @@ class RowGroups:
 class ParquetRows(Shards):
     """Rows of Parquet files; a sample is a dict of the row's values.
 
+    Example:
+        ```python
+        import aiofeed
+
+        rows = aiofeed.ParquetRows("train.parquet", columns=["area", "rooms"], target="price")
+        feeder = aiofeed.Feeder(rows, decode=lambda row: row["area"] / row["rooms"], batch_size=16)
+        for area_per_room, price in feeder:
+            print(area_per_room, price)
+        ```
+
     Row groups are the shards of ``shuffle="window"``. Each is read whole, for all samples in the feeder's look-ahead
     together. Needs ``pip install "aiofeed[parquet]"``.
 

@@ -209,6 +209,17 @@ TAR_RULES = IndexRules("tar", scan_tar, {idx_key: foreign_index, lambda key: f"{
 class TarShards(FieldShards):
     """Samples in tar files, grouped as WebDataset does. Any sample is read without those before it.
 
+    Example:
+        ```python
+        import aiofeed
+
+        shards = aiofeed.TarShards("train-{000..001}.tar", data="jpg", target="cls")
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(shards, decode=decode, batch_size=4, shuffle="window")
+        for images, labels in feeder:
+            print(images.shape, labels)
+        ```
+
     Consecutive members whose names agree up to the first dot of the last part are a sample: ``0001.jpg`` and
     ``0001.cls`` have the key ``0001`` and the fields ``jpg`` and ``cls``. Without ``data``, a sample is a dict of all
     its fields as bytes. Of tar files joined by ``cat`` all samples are read.

@@ -75,6 +75,15 @@ def _masked(data: bytes) -> int:
 class TFRecordShards(Shards):
     """Records in TFRecord files; a sample is the bytes of one record, usually a serialized ``tf.train.Example``.
 
+    Example:
+        ```python
+        import aiofeed
+
+        records = aiofeed.TFRecordShards("train.tfrecord")
+        for lengths in aiofeed.Feeder(records, decode=len, batch_size=4):  # decode: bytes -> sample
+            print(lengths)
+        ```
+
     The index of each shard is taken from the cache folder, from ``x.tfrecord.aiofeed``, or from an index that
     ``tfrecord2idx`` has made (``x.idx`` or ``x.tfrecord.idx``) beside the shard, if it fits. Otherwise it is made in
     one pass and cached. The CRC-32C of length and data are checked.

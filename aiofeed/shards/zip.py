@@ -130,6 +130,17 @@ def _contents(part: bytes, stored: int, size: int) -> bytes:
 class ZipShards(FieldShards):
     """Samples in zip files, grouped as in ``TarShards``, whose arguments and errors it has.
 
+    Example:
+        ```python
+        import aiofeed
+
+        shards = aiofeed.ZipShards("train.zip", data="jpg", target="cls")
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(shards, decode=decode, batch_size=4, shuffle=True)
+        for images, labels in feeder:
+            print(images.shape, labels)
+        ```
+
     Members may be stored or deflated. The central directory at the end of each shard is its index. The CRC-32 of each
     member is checked.
 

@@ -37,6 +37,20 @@ _END: Any = object()
 class Stream(BaseSource):
     """An iterable whose items are the samples: of one that has no index, such as a Hugging Face streaming dataset.
 
+    Example:
+        ```python
+        import aiofeed
+
+
+        def lines():
+            with open("photos.csv") as file:
+                yield from file
+
+
+        for batch in aiofeed.Feeder(aiofeed.Stream(lines), decode=len, batch_size=4):
+            print(batch)
+        ```
+
     Each epoch iterates it once, in one thread, ahead of the training; an async iterable on the event loop of the
     feeder. ``Feeder(decode=)`` decodes the items in the decode threads; without it they are collated as they are. Every
     rank reads all items and uses every R-th of them, so that all ranks have the same number of batches. ``Buckets``,

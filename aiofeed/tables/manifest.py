@@ -236,6 +236,16 @@ def _objects(stream: Any) -> Iterator[dict[str, Any]]:
 class Manifest(Files):
     """One sample per row of a CSV, JSON Lines or Parquet file: an object, a file, or a part of one.
 
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.Manifest("photos.csv", target="age")  # columns: path, age
+        feeder = aiofeed.Feeder(photos, decode=aiofeed.DecodeImage(size=224), batch_size=32)
+        for images, ages in feeder:
+            print(images.shape, ages)
+        ```
+
     A row takes the bytes of its key and 8 more, and 8 for each number. Entries are URLs, absolute paths, or paths
     relative to the manifest. Needs ``pip install "aiofeed[parquet]"``.
 

@@ -44,6 +44,16 @@ MEMORY_SHARE = 2
 class Table(GroupedSource):
     """Rows of a table; without ``decode=`` and ``collate_fn=`` a batch is a dict of tensors, one for each column.
 
+    Example:
+        ```python
+        import aiofeed
+
+        table = aiofeed.Table("train.parquet")  # or a CSV file, a DataFrame, a Hugging Face dataset
+        feeder = aiofeed.Feeder(table, batch_size=16, shuffle=True)
+        for batch in feeder:
+            print(batch["area"], batch["price"])  # a tensor for each column
+        ```
+
     Columns of numbers, bools, and lists or arrays of them of one length become tensors; a batch is one gather for each
     column. With ``collate_fn=`` or ``decode=`` samples are rows instead: dicts of Python values, in which lists of
     numbers are arrays, and images and audio of Hugging Face are the bytes of their files. Needs

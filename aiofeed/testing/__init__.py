@@ -1,4 +1,13 @@
-"""Checks for authors of sources, decoders and devices."""
+"""Checks for authors of sources, decoders and devices.
+
+Example:
+    ```python
+    import aiofeed
+
+    photos = aiofeed.ImageFolder("photos")
+    aiofeed.testing.check_source(photos, decode=aiofeed.DecodeImage(size=64))
+    ```
+"""
 
 from aiofeed.testing.copier_check import WrongBytesError, check_copier
 from aiofeed.testing.feeder_check import check_feeder

@@ -27,6 +27,16 @@ _EXTRA = 64  # integers of the third tensor, which is in pageable memory in the 
 class WrongBytesError(AssertionError):
     """Batches arrived with wrong contents.
 
+    Example:
+        ```python
+        from aiofeed.testing import WrongBytesError, check_feeder
+
+        try:
+            check_feeder("cpu", batches=16)
+        except WrongBytesError as error:
+            print(error.wrong, "of", error.batches)
+        ```
+
     Args:
         wrong: numbers of the wrong batches.
         batches: number of all batches.
@@ -49,6 +59,18 @@ def check_copier(
     seed: int = 0,
 ) -> None:
     """Copy batches with checksums through a few host buffers, and compare the checksums that the consumer computes.
+
+    Example:
+        ```python
+        import torch
+
+        from aiofeed.kernel.devices.resolve import resolve_device
+        from aiofeed.testing import check_copier
+
+        if torch.cuda.is_available():
+            backend = resolve_device("cuda")  # or the one that you write
+            check_copier(backend, [backend.current_stream()])
+        ```
 
     The consumer works on its streams in rotation, behind slow kernels, drops each batch at once and synchronises only
     at the end. A batch is nested: images [N, 3, H, W] in channels_last memory, converted and scaled by ``transform``;

@@ -61,6 +61,13 @@ def check_feeder(
 ) -> Feeder[Any]:
     """Feed batches with checksums through a feeder, and compare the checksums that the consumer computes.
 
+    Example:
+        ```python
+        from aiofeed.testing import check_feeder
+
+        check_feeder("cpu", batches=16, batch_size=8)  # or "cuda"
+        ```
+
     The consumer works on its streams in rotation, behind slow kernels, drops each batch at once (with
     ``static_batches=True`` the feeder reuses its memory) and synchronises only at the end.
 

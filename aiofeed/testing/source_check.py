@@ -23,7 +23,26 @@ from aiofeed.kernel.sources.subset import Subset
 
 
 class WrongSampleError(AssertionError):
-    """A source has given another sample than before for an index."""
+    """A source has given another sample than before for an index.
+
+    Example:
+        ```python
+        import random
+
+        from aiofeed.testing import WrongSampleError, check_source
+
+
+        class Noise(list):
+            def __getitem__(self, index):
+                return random.random()
+
+
+        try:
+            check_source(Noise(range(10)))
+        except WrongSampleError as error:
+            print(error)
+        ```
+    """
 
 
 class Way(NamedTuple):
@@ -92,6 +111,15 @@ def resumed(
 
 def check_source(source: Any, *, decode: Callable[..., Any] | None = None, samples: int = 64) -> None:
     """Read samples of a source in every way that feeders do, and compare them.
+
+    Example:
+        ```python
+        import aiofeed
+        from aiofeed.testing import check_source
+
+        photos = aiofeed.ImageFolder("photos")  # or a source of your own
+        check_source(photos, decode=aiofeed.DecodeImage(size=64))
+        ```
 
     One after the other, many at once, in every order, with policies for failures and a cache, from the middle of an
     epoch on by other ranks, of a part and of a mixture with itself, and of a copy by ``pickle``, as worker processes

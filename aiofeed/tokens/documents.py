@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 class Documents(GroupedSource):
     """The documents of token files, each a sample: int64 [length], for ``Pack``, ``Buckets`` and ``TokenBudget``.
 
+    Example:
+        ```python
+        import aiofeed
+
+        documents = aiofeed.Documents("tokens.bin", separator=0)
+        print(len(documents), documents[0])
+        feeder = aiofeed.Feeder(documents, batch_size=aiofeed.Pack(context=1024, rows=4))
+        ```
+
     These plans need no ``lengths=``. Files are those of ``Tokens``: mapped, or at URLs read by ranges. Documents
     without tokens are left out, and none crosses files. With ``decode=`` it gets the tokens of a document.
 

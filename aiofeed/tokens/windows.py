@@ -50,6 +50,16 @@ CHECKED_TOKENS = 1 << 16
 class Tokens(IndexedSource):
     """Windows of ``block`` tokens in files of tokens, for language models: int64 [N, block], as embeddings take them.
 
+    Example:
+        ```python
+        import aiofeed
+
+        tokens = aiofeed.Tokens("tokens.bin", block=128, targets=True)
+        feeder = aiofeed.Feeder(tokens, batch_size=8, shuffle=True, device="auto")
+        for x, y in feeder:
+            print(x.shape, y.shape)
+        ```
+
     With ``targets=True`` a batch is ``x, y``, and ``y`` has the token after each token of ``x``. Pass no ``decode=``.
     Files are mapped, so that they may be larger than memory. A batch is one gather. It is made ahead in a thread; for a
     feeder without ``device=``, if the files take less than half of the free memory, in your thread, which costs less.

@@ -19,7 +19,21 @@ _in_errors = public_in("aiofeed.errors")
 
 @public
 class FeedError(Exception):
-    """The base class of all errors that a feeder raises while it runs."""
+    """The base class of all errors that a feeder raises while it runs.
+
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        feeder = aiofeed.Feeder(photos, decode=aiofeed.DecodeImage(size=224), batch_size=4)
+        try:
+            for images, labels in feeder:
+                print(images.shape)
+        except aiofeed.FeedError as error:
+            print("the data, not the training, failed:", error)
+        ```
+    """
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*[shown(text) if isinstance(text, str) else text for text in arguments])
@@ -30,6 +44,18 @@ class FeedError(Exception):
 @_in_errors
 class SampleError(FeedError):
     """A sample failed; the original exception is ``__cause__``.
+
+    Example:
+        ```python
+        import aiofeed
+
+        files = aiofeed.Files(["photos.csv"])  # no image
+        feeder = aiofeed.Feeder(files, decode=aiofeed.DecodeImage(size=224), batch_size=1)
+        try:
+            next(iter(feeder))
+        except aiofeed.errors.SampleError as error:
+            print(error.stage, error.key, repr(error.__cause__))
+        ```
 
     Args:
         message: What happened.
@@ -51,52 +77,187 @@ class SampleError(FeedError):
 
 @_in_errors
 class ReadError(SampleError):
-    """The bytes of a sample could not be read."""
+    """The bytes of a sample could not be read.
+
+    Example:
+        ```python
+        import aiofeed
+
+        files = aiofeed.Files(["missing.jpg"])
+        feeder = aiofeed.Feeder(files, decode=aiofeed.DecodeImage(size=224), batch_size=1)
+        try:
+            next(iter(feeder))
+        except aiofeed.errors.ReadError as error:
+            print(error.key, repr(error.__cause__))
+        ```
+    """
 
 
 @_in_errors
 class DecodeError(SampleError):
-    """The bytes of a sample could not be decoded."""
+    """The bytes of a sample could not be decoded.
+
+    Example:
+        ```python
+        import aiofeed
+
+        files = aiofeed.Files(["photos.csv"])  # no image
+        feeder = aiofeed.Feeder(files, decode=aiofeed.DecodeImage(size=224), batch_size=1)
+        try:
+            next(iter(feeder))
+        except aiofeed.errors.DecodeError as error:
+            print(error.key, repr(error.__cause__))
+        ```
+    """
 
 
 @_in_errors
 class CollateError(FeedError):
-    """The samples of a batch cannot be collated: shapes, types or structure differ, or ``collate_fn`` raised."""
+    """The samples of a batch cannot be collated: shapes, types or structure differ, or ``collate_fn`` raised.
+
+    Example:
+        ```python
+        import torch
+
+        import aiofeed
+
+        feeder = aiofeed.Feeder([torch.zeros(2), torch.zeros(3)], batch_size=2)
+        try:
+            next(iter(feeder))
+        except aiofeed.errors.CollateError as error:
+            print(error)  # sizes differ: pass collate_fn=aiofeed.pad_collate()
+        ```
+    """
 
 
 @_in_errors
 class BatchFailedError(FeedError):
-    """Every sample of an epoch was skipped, or of a batch for whose step other ranks wait."""
+    """Every sample of an epoch was skipped, or of a batch for whose step other ranks wait.
+
+    Example:
+        ```python
+        import aiofeed
+
+        missing = aiofeed.Files(["missing.jpg"])
+        policy = aiofeed.FailurePolicy("skip", max_failures=10)
+        decode = aiofeed.DecodeImage(size=224)
+        try:
+            list(aiofeed.Feeder(missing, decode=decode, batch_size=1, on_error=policy))
+        except aiofeed.errors.BatchFailedError as error:
+            print(error)
+        ```
+    """
 
 
 @_in_errors
 class TooManyFailures(FeedError):  # noqa: N818 - the name is public
-    """More samples of an epoch failed than ``max_failures`` allows."""
+    """More samples of an epoch failed than ``max_failures`` allows.
+
+    Example:
+        ```python
+        import aiofeed
+
+        policy = aiofeed.FailurePolicy("skip", max_failures=1)
+        missing = aiofeed.Files(["photos/cat/0.jpg", "missing-1.jpg", "missing-2.jpg"])
+        decode = aiofeed.DecodeImage(size=224)
+        try:
+            list(aiofeed.Feeder(missing, decode=decode, batch_size=1, on_error=policy))
+        except aiofeed.errors.TooManyFailures as error:
+            print(error)
+        ```
+    """
 
 
 @_in_errors
 class CacheError(FeedError):
-    """A cache cannot be used: it has other data or another decoder's, lacks space, or samples have no fixed layout."""
+    """A cache cannot be used: it has other data or another decoder's, lacks space, or samples have no fixed layout.
+
+    Example:
+        ```python
+        import aiofeed
+
+        photos, cache = aiofeed.ImageFolder("photos"), aiofeed.DiskCache("train.cache")
+        list(aiofeed.Feeder(photos, decode=aiofeed.DecodeImage(size=224), batch_size=4, cache=cache))
+        try:
+            list(aiofeed.Feeder(photos, decode=aiofeed.DecodeImage(size=96), batch_size=4, cache=cache))
+        except aiofeed.errors.CacheError as error:
+            print(error)  # the file has images of another size
+        ```
+    """
 
 
 @_in_errors
 class DeviceCopyError(FeedError):
-    """A batch could not be copied to the device, or ``transform`` raised there; see ``__cause__``."""
+    """A batch could not be copied to the device, or ``transform`` raised there; see ``__cause__``.
+
+    Example:
+        ```python
+        import torch
+
+        import aiofeed
+
+        feeder = aiofeed.Feeder([torch.zeros(2)], batch_size=1, device="auto", transform=torch.linalg.inv)
+        try:
+            next(iter(feeder))
+        except aiofeed.errors.DeviceCopyError as error:
+            print(error)
+        except RuntimeError as error:  # without an accelerator
+            print(error)
+        ```
+    """
 
 
 @_in_errors
 class StateError(FeedError):
-    """A state cannot be loaded; the message lists the differences from this feeder."""
+    """A state cannot be loaded; the message lists the differences from this feeder.
+
+    Example:
+        ```python
+        import aiofeed
+
+        state = aiofeed.Feeder(list(range(100)), batch_size=10).state_dict()
+        try:
+            aiofeed.Feeder(list(range(99)), batch_size=10).load_state_dict(state)
+        except aiofeed.errors.StateError as error:
+            print(error)  # the lengths differ
+        ```
+    """
 
 
 @_in_errors
 class IteratorClosedError(FeedError):
-    """The iterator was closed by a newer iterator of the same feeder, by ``close`` or by a fork."""
+    """The iterator was closed by a newer iterator of the same feeder, by ``close`` or by a fork.
+
+    Example:
+        ```python
+        import aiofeed
+
+        feeder = aiofeed.Feeder(list(range(100)), batch_size=10)
+        first, second = iter(feeder), iter(feeder)  # the second closes the first
+        try:
+            next(first)
+        except aiofeed.errors.IteratorClosedError as error:
+            print(error)
+        ```
+    """
 
 
 @_in_errors
 class WorkerDiedError(FeedError, RuntimeError):
     """A process or thread that feeds this iterator died. A RuntimeError, too, as torch's ``DataLoader`` raises.
+
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        decode = aiofeed.DecodeImage(size=224)
+        with aiofeed.Feeder(photos, decode=decode, batch_size=4, engine="process:2") as feeder:
+            try:
+                list(feeder)
+            except aiofeed.errors.WorkerDiedError as error:
+                print(error, error.exit_status)  # -9: perhaps there was too little memory
+        ```
 
     Args:
         message: What happened.

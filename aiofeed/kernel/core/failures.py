@@ -45,6 +45,16 @@ _PERMANENT = frozenset(getattr(errno, name) for name in _PERMANENT_NAMES if hasa
 class FailurePolicy:
     """What to do with samples that cannot be read or decoded.
 
+    Example:
+        ```python
+        import aiofeed
+
+        policy = aiofeed.FailurePolicy("skip", retries=3, read_timeout_s=10, max_failures=100)
+        photos = aiofeed.ImageFolder("photos")
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(photos, decode=decode, batch_size=32, on_error=policy)
+        ```
+
     Args:
         action: "raise" the error at the ``for`` line; "skip" the sample, which shortens its batch (on one rank a batch
             of which nothing is left is left out); "replace" it by the next good sample in the order of the epoch, with
@@ -143,6 +153,19 @@ def _check_max_failures(value: Any) -> None:
 @dataclass(frozen=True)
 class Failure:
     """A sample that failed.
+
+    Example:
+        ```python
+        import aiofeed
+
+        files = aiofeed.Files(["photos/cat/0.jpg", "photos.csv"])  # the second one is no image
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(files, decode=decode, batch_size=2, on_error="skip")
+        for images in feeder:
+            print(images.shape)
+        for failure in feeder.failures:
+            print(failure.key, failure.stage, failure.error)
+        ```
 
     Args:
         key: The name of the sample, such as its path or URL.

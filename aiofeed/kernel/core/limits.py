@@ -40,6 +40,16 @@ _WAYS = {
 class Limits:
     """The maximum resources of a feeder. A limit of ``None``, the default, is chosen at run time.
 
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        limits = aiofeed.Limits(decode_threads=2, memory_bytes=1 << 30)
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(photos, decode=decode, batch_size=32, limits=limits)
+        ```
+
     If a launcher has started several ranks on this machine, as ``LOCAL_WORLD_SIZE`` or a similar variable says, each
     default is that of one rank: the cores, the free memory and the 64 reads are divided by their number. A rank that
     the launcher has pinned to cores, or put into a cgroup of its own, has all of these, but no more than its part of

@@ -106,6 +106,18 @@ class EpochStats:
 class StorageStatistics:
     """Requests for objects at URLs, and the use of an ``EncodedCache``, since their source was made.
 
+    Example:
+        ```python
+        import aiofeed
+
+        cache = aiofeed.EncodedCache("photos.cache", max_bytes=1 << 30)
+        photos = aiofeed.ImageFolder("photos")
+        feeder = aiofeed.Feeder(photos, decode=aiofeed.DecodeImage(size=224), batch_size=4, cache=cache)
+        for images, labels in feeder:
+            pass
+        print(feeder.statistics().storage.cache_misses)
+        ```
+
     Args:
         requests: Requests that were sent, retries and hedges included.
         bytes_read: Bytes received, those between joined ranges included.
@@ -154,6 +166,18 @@ class StorageStatistics:
 @dataclass(frozen=True)
 class FeedStatistics:
     """Where the time went, in one epoch or in all epochs of a feeder. Durations are wall-clock seconds.
+
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        feeder = aiofeed.Feeder(photos, decode=aiofeed.DecodeImage(size=224), batch_size=4)
+        for images, labels in feeder:
+            pass
+        figures = feeder.statistics()
+        print(f"{figures.samples} samples, waited {figures.stall_s:.3f} of {figures.wall_s:.3f} s")
+        ```
 
     Args:
         samples: Samples handed to the consumer.

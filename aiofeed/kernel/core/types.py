@@ -85,6 +85,25 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 class Source(Protocol[EncodedT_co]):
     """Provides the encoded bytes of samples. Any object with these three methods is a source.
 
+    Example:
+        ```python
+        import aiofeed
+
+
+        class Numbers(aiofeed.Source):
+            def __len__(self):
+                return 100
+
+            def key(self, index):
+                return f"number {index}"
+
+            async def read(self, index):  # or a request to a database
+                return str(index).encode()
+
+
+        feeder = aiofeed.Feeder(Numbers(), decode=int, batch_size=10)
+        ```
+
     Optional members:
 
     ``target(index)``
@@ -214,6 +233,20 @@ class Gathered(Sequence[Any], ABC):
 @runtime_checkable
 class Decoder(Protocol[EncodedT_contra, SampleT_co]):
     """Any callable that maps the result of ``Source.read`` to a sample: tensor, array, dict, tuple.
+
+    Example:
+        ```python
+        import numpy as np
+
+        import aiofeed
+
+
+        def decode(data, *, rng):  # data: what the source reads; rng: this sample's torch.Generator
+            return np.bincount(np.frombuffer(data, np.uint8), minlength=256)
+
+
+        feeder = aiofeed.Feeder(aiofeed.ImageFolder("photos"), decode=decode, batch_size=4)
+        ```
 
     Several decode threads call it at the same time, so it must not keep state between calls. If it has a keyword
     ``rng``, it gets the sample's own ``torch.Generator``, derived from (seed, epoch, position) and valid during the

@@ -60,6 +60,17 @@ _WAYS = {
 class DecodeImage:
     """Decode the bytes of one image file, of any mode that Pillow reads, to uint8 RGB, [3, H, W].
 
+    Example:
+        ```python
+        import aiofeed
+
+        train = aiofeed.DecodeImage(size=224, crop="random", flip=True)
+        valid = aiofeed.DecodeImage(size=224, resize=256)
+        feeder = aiofeed.Feeder(aiofeed.ImageFolder("photos"), decode=train, batch_size=4, shuffle=True)
+        for images, labels in feeder:
+            print(images.shape, images.dtype)
+        ```
+
     Applies the EXIF orientation, drops alpha, and takes the first frame; 16-bit channels become 8-bit by their high
     byte. The filter is Pillow's antialiased bilinear. With a pair as ``size`` and ``scaled=False`` the result equals
     ``exif_transpose``, ``convert("RGB")``, ``resize((W, H), BILINEAR)`` bit for bit, for all 8-bit modes. A crop is

@@ -129,6 +129,17 @@ def backend_of(device: Any) -> BaseDevice | None:
 class Processes:
     """Worker processes that read and decode: ``Feeder(engine=Processes(4))``, or in short ``engine="process:4"``.
 
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        decode = aiofeed.DecodeImage(size=224)
+        with aiofeed.Feeder(photos, decode=decode, batch_size=4, engine=aiofeed.Processes(2)) as feeder:
+            for images, labels in feeder:
+                print(images.shape)
+        ```
+
     Args:
         number: How many.
 

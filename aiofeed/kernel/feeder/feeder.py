@@ -137,6 +137,16 @@ def _ways() -> Mapping[str, str | Callable[[Any], str]]:
 class Feeder(Generic[BatchT]):
     """Reads, decodes and collates batches ahead and copies them to a device while the training step runs.
 
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")  # photos/<class>/<name>.jpg
+        feeder = aiofeed.Feeder(photos, decode=aiofeed.DecodeImage(size=224), batch_size=32, shuffle=True)
+        for images, labels in feeder:
+            print(images.shape, labels)  # uint8 [N, 3, 224, 224], int64 [N]
+        ```
+
     Iterate it with ``for`` or ``async for``; each ``iter()`` is one epoch. Reading, decoding and copying run in threads
     of their own, never in the caller's event loop.
 

@@ -35,6 +35,18 @@ class MapDataset(Protocol[ItemT_co]):
 class FromDataset(IndexedSource):
     """A map-style ``Dataset``; uses ``__getitems__`` if the dataset has it.
 
+    Example:
+        ```python
+        import torch
+
+        import aiofeed
+
+        dataset = torch.utils.data.TensorDataset(torch.rand(100, 8), torch.arange(100))
+        feeder = aiofeed.Feeder(aiofeed.FromDataset(dataset, threads=4), batch_size=10)
+        for x, y in feeder:
+            print(x.shape, y)
+        ```
+
     A ``Dataset`` is usually written for worker processes, each with its own copy, so by default one thread calls it:
     the same one for as long as the dataset exists, or for small batches the thread that iterates. Parts of
     a dataset share its thread: what ``Subset``, ``ConcatDataset`` or another object with an attribute ``dataset`` or

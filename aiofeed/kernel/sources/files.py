@@ -48,6 +48,18 @@ AT_ONCE_S = 0.0005
 class Files(IndexedSource):
     """One sample per regular file, or per object at a URL; or one per tuple of them.
 
+    Example:
+        ```python
+        from pathlib import Path
+
+        import aiofeed
+
+        paths = sorted(Path("photos").rglob("*.jpg"))
+        photos = aiofeed.Files(paths, targets=[path.parent.name == "dog" for path in paths])
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(photos, decode=decode, batch_size=32, shuffle=True)
+        ```
+
     Args:
         paths: The files in order, as ``str`` or ``os.PathLike``; or URLs of s3://, gs://, az://, http(s):// or file://.
             Or tuples of these, all of one length: a sample is then a tuple of bytes, and its key names all its files.

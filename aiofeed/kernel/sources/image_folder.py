@@ -33,6 +33,16 @@ _WAYS = {
 class ImageFolder(Files):
     """One sample per image in ``root/class_name/.../image.jpg``; its target is the number of its class.
 
+    Example:
+        ```python
+        import aiofeed
+
+        photos = aiofeed.ImageFolder("photos")
+        print(photos.classes, len(photos))
+        train = photos.split({"train": 0.8, "validation": 0.2})["train"]
+        feeder = aiofeed.Feeder(train, decode=aiofeed.DecodeImage(size=224), batch_size=32, shuffle=True)
+        ```
+
     Classes are the sorted names of the sub-folders; hidden ones, such as ``.ipynb_checkpoints``, are ignored. Within a
     class, files are sorted, including those of nested folders, in the order of ``torchvision.datasets.ImageFolder``. As
     there, images are files whose names end in .jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff or .webp, in any case;

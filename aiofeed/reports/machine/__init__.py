@@ -12,6 +12,13 @@ __all__ = ["AcceleratorReport", "DeviceReport", "Environment", "device_report"]
 def device_report(*, measure: bool = True) -> DeviceReport:
     """Report accelerators, packages and limits, with advice for problems: ``print(aiofeed.device_report())``.
 
+    Example:
+        ```python
+        import aiofeed
+
+        print(aiofeed.device_report())
+        ```
+
     Changes nothing and uses no network. Initializes the accelerators, so the process can no longer fork.
 
     Args:

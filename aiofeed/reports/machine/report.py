@@ -119,6 +119,16 @@ class Environment:
 class DeviceReport:
     """The result of ``device_report``; ``str`` formats it.
 
+    Example:
+        ```python
+        import aiofeed
+
+        report = aiofeed.device_report(measure=False)
+        print(report.accelerators or report.absent)
+        for line in report.advice:
+            print(line)
+        ```
+
     Args:
         accelerators: the accelerators that torch sees, with name, memory and copy rates.
         absent: why torch sees no accelerator; ``None`` if it sees one.

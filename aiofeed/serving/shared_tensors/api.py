@@ -29,6 +29,17 @@ _JOIN_S = 1.0
 class SharedTensors:
     """Tensors in shared memory, and the address at which other processes attach to them. Made by ``share``.
 
+    Example:
+        ```python
+        import torch
+
+        import aiofeed
+
+        with aiofeed.processes.share(torch.rand(1000, 8), "rows") as shared:
+            print(shared.address, shared.nbytes)
+            x = aiofeed.processes.attach_tensors(shared.address)  # in another process
+        ```
+
     A context manager. After it is closed or dropped, no process can attach; processes that have attached keep the
     tensors (CUDA tensors: as long as this process runs).
 
@@ -79,6 +90,16 @@ def share(
 ) -> SharedTensors:
     """Share tensors with other processes of this user on this machine, which call ``attach_tensors``.
 
+    Example:
+        ```python
+        import torch
+
+        import aiofeed
+
+        shared = aiofeed.processes.share({"x": torch.rand(1000, 8)}, "training-data")
+        x = shared.tensors["x"]  # use this one; the original may go
+        ```
+
     Tensors in host memory are copied once, into shared memory without a name, unless they are in torch's shared memory
     already (``share_memory_``). Drop the originals and use ``.tensors`` of the result, which is the memory that the
     other processes see. They are detached and made contiguous. CUDA tensors are opened through CUDA IPC, not copied.
@@ -110,6 +131,17 @@ def attach_tensors(
     address: str | os.PathLike[str], device: object = None, *, writable: bool = False, timeout_s: float = 10.0
 ) -> Any:
     """Return the tensors that another process shares, in the same container, without a copy if possible.
+
+    Example:
+        ```python
+        import torch
+
+        import aiofeed
+
+        shared = aiofeed.processes.share(torch.rand(1000, 8), "table")  # in another process
+        x = aiofeed.processes.attach_tensors("table")  # the same memory
+        print(x.shape)
+        ```
 
     Tensors in host memory are mapped. Writes are private to this process, page by page; with ``writable=True`` they
     are visible to all processes, without any synchronization.

@@ -21,6 +21,16 @@ log: logging.Logger = logging.getLogger("aiofeed.processes")
 class RayEngine:
     """Reads and decodes in the actors of a Ray cluster; the value of ``Feeder(engine=)``. Needs ``aiofeed[ray]``.
 
+    Example:
+        ```python
+        import aiofeed
+
+        engine = aiofeed.processes.RayEngine(actors=4, cpus_per_actor=2)
+        photos = aiofeed.ImageFolder("photos")
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(photos, decode=decode, batch_size=32, engine=engine)
+        ```
+
     Args:
         actors: Actors, each with an event loop and decode threads of its own. The feeder starts when the first one is
             ready; the others join as the cluster has room for them. They share ``Limits(read_concurrency=)`` and
