@@ -27,8 +27,8 @@ from aiofeed.kernel.sampling.schedule import Position, Schedule
 from aiofeed.kernel.sampling.state import json_dict
 from aiofeed.plans.computed import ExcludingOrder, WeightedOrder
 
-Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int] | Literal['measure']"
-"""The length of each sample, a function of its index, or "measure"."""
+Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int] | Literal['measure', 'decoded']"
+"""The length of each sample, a function of its index, "measure" or "decoded"."""
 
 Measure: TypeAlias = "str | int | Callable[[Any], int]"
 """The key or index of the part of a sample whose length counts, or a function that returns the length of a sample."""
@@ -45,7 +45,7 @@ class LengthPlan(Plan):
 
     Args:
         lengths: The length of each sample, an int from 1; or a function of the index, called once per sample; or
-            "measure"; ``None`` for the items of a stream, which are measured as they come.
+            "measure"; "decoded" or, for the items of a stream, ``None``: they are measured as they come.
         length: How samples are measured, see ``Buckets``.
         size: The next argument, which must not be 0.
 
@@ -61,9 +61,11 @@ class LengthPlan(Plan):
     def __init__(self, lengths: Lengths | None, length: Measure | None = None, **size: object) -> None:
         self._given = lengths
         self._lengths: Int64 | None = None
-        self.streams: bool = lengths is None
+        self.decoded: bool = isinstance(lengths, str) and lengths == "decoded"
+        self.streams: bool = lengths is None or self.decoded
         self.measures: bool = isinstance(lengths, str) and lengths == "measure"
         self.length: Measure | None = length
+        self._longest = 0
         self._window = STREAM_WINDOW if self.streams else WINDOW
         measured, plan = self.streams or self.measures, type(self).__name__
         for name, value in size.items():
@@ -113,17 +115,25 @@ class LengthPlan(Plan):
         shuffle = bool(schedule.shuffle) or isinstance(samples, WeightedOrder)
         return PlanLister(self, schedule.seed, shuffle=shuffle, drop_last=schedule.drop_last, order=samples)
 
-    def measure(self, number: int, sample: Any) -> int:
-        """Return the length of a sample with this number.
+    def found(self, samples: list[Any]) -> list[Any]:
+        """Return each sample with what the function ``length=`` returns or raises for it; ``None`` without one."""
+        return [(sample, _result(self.length, sample) if callable(self.length) else None) for sample in samples]
+
+    def measure(self, number: int, sample: Any, found: object = None) -> int:
+        """Return the length of a sample with this number; ``found`` is what ``found`` has of it.
 
         Raises:
             TypeError, ValueError: It is no int from 1, or the sample cannot be in a batch.
         """
-        how = self.length
-        found: object = how(sample) if callable(how) else self._length_in(sample, number)
+        if found is None:
+            found = _result(self.length, sample) if callable(self.length) else self._length_in(sample, number)
+        if isinstance(found, Exception):
+            raise found
         what = f"the length of sample {number}, of its first tensor or by {type(self).__name__}(length=),"
         length = check_positive_int(what, found)
-        self._check(np.array([length]), number)
+        if length > self._longest:  # a sample may be too long, never too short
+            self._check(np.array([length]), number)
+            self._longest = length
         return length
 
     def _length_in(self, sample: Any, number: int) -> int:
@@ -132,7 +142,7 @@ class LengthPlan(Plan):
         Raises:
             ValueError: It has none; the message has the line to write.
         """
-        how, part, plan = self.length, None, type(self).__name__
+        how, part, plan, before = self.length, None, type(self).__name__, self.streams and not self.decoded
         is_table = hasattr(type(sample), "columns")
         with suppress(LookupError, TypeError):  # a sample without this part
             part = None if is_table else sample if how is None else sample[how]
@@ -148,8 +158,9 @@ class LengthPlan(Plan):
             }
             kind, line = f"a dict of {list(sample)}", ways.get(how) or min(ways.values(), default=line)
         raise ValueError(
-            f"{plan}(length={how!r}) finds no length in sample {number}, {kind}{', before decode=' * self.streams}: "
+            f"{plan}(length={how!r}) finds no length in sample {number}, {kind}{', before decode=' * before}: "
             f"pass a function that returns it, {plan}(..., length=lambda sample: {line})"
+            + f", or measure what decode= returns, {plan}('decoded', ...)" * before
         )
 
     def __repr__(self) -> str:
@@ -162,7 +173,10 @@ class LengthPlan(Plan):
             TypeError, ValueError: They are no lengths of that many samples.
         """
         if self.streams and self._lengths is None:
-            raise ValueError(f"{self} measures the items of a Stream: pass lengths=, for a Dataset also 'measure'")
+            raise ValueError(
+                f"{self} measures the items of a Stream: pass lengths=, which may be 'measure', or 'decoded', which "
+                f"measures what decode= returns"
+            )
         if self._lengths is None:
             assert callable(self._given)
             self.use([self._given(index) for index in range(samples)])
@@ -407,6 +421,13 @@ class TokenBudget(LengthPlan):
             start += fits
             offsets.append(start)
         return np.array(offsets, np.int64)
+
+
+def _result(function: Callable[[Any], int], sample: Any) -> object:
+    try:
+        return function(sample)
+    except Exception as error:  # of the user; raised when the sample is used
+        return error
 
 
 def _positive_ints(name: str, values: Sequence[int]) -> list[int]:

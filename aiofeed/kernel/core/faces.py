@@ -151,6 +151,9 @@ class BaseSource(Declares):
         """Return the requests so far; ``None`` if it makes none."""
         return None
 
+    feeder: Any = None
+    """The ``Feeder`` that reads and decodes its samples, if another one does that."""
+
     # --- shards ---
 
     @default
@@ -297,7 +300,7 @@ BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_
 # fmt: off
 _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
-    "form_batch", "lengths", "structure", "adopted", "as_samples", "in_batches", "for_neighbours",
+    "form_batch", "feeder", "lengths", "structure", "adopted", "as_samples", "in_batches", "for_neighbours",
     "in_pieces", "order", "draws", "new_order", "gathers_on_device", "check_room", "for_memory", "load",
 })
 # fmt: on

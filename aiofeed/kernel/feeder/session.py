@@ -572,7 +572,8 @@ class _SessionObserver(EpochObserver):
         if not config.keys:
             return None
         assert item.indices is not None
-        keys = [config.source.named(int(index)) for index in item.indices]
+        # The number of an item of a stream refers to the item.
+        keys = [config.source.named(index if isinstance(index, int) else int(index)) for index in item.indices]
         grouped = isinstance(config.collate_fn, BuildsBatches) and item.plan is not None
         return config.collate_fn.by_row(item.plan, item.indices, keys) if grouped else keys
 

@@ -103,11 +103,13 @@ class Plan(Declares, ABC):
 
     Attributes:
         streams: Whether it is for a stream, whose items it measures as they come.
+        decoded: Whether it measures samples of any source as they are decoded.
         measures: Whether the lengths have to be found by reading all samples first.
         shapes: The number of sizes of its full batches; 0: any.
     """
 
     streams: bool = False
+    decoded: bool = False
     measures: bool = False
     shapes: int = 0
 
