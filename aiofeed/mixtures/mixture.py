@@ -112,6 +112,7 @@ class Mixture(IndexedSource):
         self.parts: list[Part] = _parts_of(sources, decode)
         self.names: list[str] = [part.name for part in self.parts]
         self.whole: BaseSource = _combined(self.parts, self._names)
+        self.whole.source_names = self.names if self._names else ()
         self._lengths: dict[str, int] = {part.name: len(part.source) for part in self.parts}
         for name, length in self._lengths.items():
             if not length:

@@ -45,7 +45,7 @@ class LengthPlan(Plan):
 
     Args:
         lengths: The length of each sample, an int from 1; or a function of the index, called once per sample; or
-            "measure"; "decoded" or, for the items of a stream, ``None``: they are measured as they come.
+            "measure"; ``None`` for the items of a stream, or "decoded": they are measured as they come.
         length: How samples are measured, see ``Buckets``.
         size: The next argument, which must not be 0.
 
@@ -61,8 +61,8 @@ class LengthPlan(Plan):
     def __init__(self, lengths: Lengths | None, length: Measure | None = None, **size: object) -> None:
         self._given = lengths
         self._lengths: Int64 | None = None
-        self.decoded: bool = isinstance(lengths, str) and lengths == "decoded"
-        self.streams: bool = lengths is None or self.decoded
+        self.decoded = self.measured if isinstance(lengths, str) and lengths == "decoded" else None
+        self.streams: bool = lengths is None or self.decoded is not None
         self.measures: bool = isinstance(lengths, str) and lengths == "measure"
         self.length: Measure | None = length
         self._longest = 0
@@ -115,20 +115,18 @@ class LengthPlan(Plan):
         shuffle = bool(schedule.shuffle) or isinstance(samples, WeightedOrder)
         return PlanLister(self, schedule.seed, shuffle=shuffle, drop_last=schedule.drop_last, order=samples)
 
-    def found(self, samples: list[Any]) -> list[Any]:
-        """Return each sample with what the function ``length=`` returns or raises for it; ``None`` without one."""
-        return [(sample, _result(self.length, sample) if callable(self.length) else None) for sample in samples]
+    def measured(self, samples: list[Any]) -> list[tuple[Any, int]]:
+        """Return each sample of a list with its length."""
+        return [(sample, self.measure(number, sample)) for number, sample in enumerate(samples)]
 
-    def measure(self, number: int, sample: Any, found: object = None) -> int:
-        """Return the length of a sample with this number; ``found`` is what ``found`` has of it.
+    def measure(self, number: int, sample: Any) -> int:
+        """Return the length of a sample with this number.
 
         Raises:
             TypeError, ValueError: It is no int from 1, or the sample cannot be in a batch.
         """
-        if found is None:
-            found = _result(self.length, sample) if callable(self.length) else self._length_in(sample, number)
-        if isinstance(found, Exception):
-            raise found
+        how = self.length
+        found: object = how(sample) if callable(how) else self._length_in(sample, number)
         what = f"the length of sample {number}, of its first tensor or by {type(self).__name__}(length=),"
         length = check_positive_int(what, found)
         if length > self._longest:  # a sample may be too long, never too short
@@ -142,7 +140,7 @@ class LengthPlan(Plan):
         Raises:
             ValueError: It has none; the message has the line to write.
         """
-        how, part, plan, before = self.length, None, type(self).__name__, self.streams and not self.decoded
+        how, part, plan, before = self.length, None, type(self).__name__, self.streams and self.decoded is None
         is_table = hasattr(type(sample), "columns")
         with suppress(LookupError, TypeError):  # a sample without this part
             part = None if is_table else sample if how is None else sample[how]
@@ -160,7 +158,8 @@ class LengthPlan(Plan):
         raise ValueError(
             f"{plan}(length={how!r}) finds no length in sample {number}, {kind}{', before decode=' * before}: "
             f"pass a function that returns it, {plan}(..., length=lambda sample: {line})"
-            + f", or measure what decode= returns, {plan}('decoded', ...)" * before
+            + f", or measure what decode= returns, {plan}('decoded', ...)"
+            * before
         )
 
     def __repr__(self) -> str:
@@ -253,7 +252,9 @@ class Buckets(LengthPlan):
             per sample; or "measure": the items of a ``Dataset`` are read once and measured, and their lengths kept in
             ``$AIOFEED_CACHE``, unless the source knows them, as a ``Table`` does. Leave it out for a source that knows
             them, or for a ``Stream``, whose items are measured as they come. There a batch ends when its first item is
-            16,384 items old, and ``drop_last=True`` leaves it out if it is not full.
+            16,384 items old, and ``drop_last=True`` leaves it out if it is not full. "decoded" does that for any
+            source, and measures what ``decode=`` returns, in the decode threads. Each rank decodes all samples; with
+            ``Feeder(pad=False)`` its own only, and ranks may then have different numbers of batches.
         boundaries: Ascending lengths. Bucket k has the samples with ``boundaries[k - 1] <= length < boundaries[k]``, as
             in ``tf.data``'s ``bucket_by_sequence_length``; the last bucket has the rest.
         batch_sizes: Samples per batch of each bucket, one more than boundaries.
@@ -324,7 +325,7 @@ class TokenBudget(LengthPlan):
 
     Args:
         lengths: The length of each sample in tokens, an array or list of ints from 1; or a function of the index,
-            called once per sample; or "measure". Leave it out for a ``Stream``. See ``Buckets``.
+            called once per sample; or "measure" or "decoded". Leave it out for a ``Stream``. See ``Buckets``.
         max_tokens: The highest cost of a batch.
         max_samples: The most samples of a batch; ``None`` for no limit.
         window: Samples that are sorted together; 16,384, of a ``Stream`` 1,024. A larger window pads less and shuffles
@@ -423,13 +424,6 @@ class TokenBudget(LengthPlan):
         return np.array(offsets, np.int64)
 
 
-def _result(function: Callable[[Any], int], sample: Any) -> object:
-    try:
-        return function(sample)
-    except Exception as error:  # of the user; raised when the sample is used
-        return error
-
-
 def _positive_ints(name: str, values: Sequence[int]) -> list[int]:
     return [check_positive_int(f"{name}[{at}]", each) for at, each in enumerate(values)]
 
@@ -488,6 +482,8 @@ class PlanLister(Lister):
         self._drop_last = drop_last
         # The epoch listed last, whose number of batches is the length.
         self._listed: tuple[int, BatchLists] | None = None
+        # The tokens drawn from each source before some epochs.
+        self._tokens: dict[int, Any] = {0: 0}
 
     def __str__(self) -> str:
         return repr(self.plan)
@@ -540,6 +536,26 @@ class PlanLister(Lister):
         lists = self.list_epoch(position.epoch, resumed=True)
         consumed = lists.consumed(min(position.consumed, len(lists)))
         return {name: before[name] + more for name, more in self.order.count(consumed).items()}
+
+    def tokens(self, position: Position) -> dict[str, int]:
+        """Return the tokens of the samples of ``counts``."""
+        if self.order is None or not self._sources:
+            return {}
+        ends, lists = np.cumsum([*self._sources.values()]), self.list_epoch(position.epoch, resumed=True)
+        for epoch in range(max(each for each in self._tokens if each <= position.epoch), position.epoch + 1):
+            earlier: Any = None if epoch == position.epoch else self.order.list_epoch(epoch, resumed=True)
+            consumed = lists.consumed(min(position.consumed, len(lists)))
+            indices = consumed if earlier is None else earlier[np.arange(len(self.order))]
+            sources = np.searchsorted(ends, indices, side="right")
+            found = self._tokens[epoch] + np.bincount(sources, self.plan.lengths[indices], len(ends))
+            if earlier is not None:
+                self._tokens[epoch + 1] = found
+        return dict(zip(self._sources, map(int, found), strict=True))
+
+    @cached_property
+    def _sources(self) -> dict[str, int]:
+        """The number of samples of each source of a mixture."""
+        return {} if self.order is None else self.order.count(np.arange(len(self.plan.lengths)))
 
     def load_state(self, text: str) -> None:
         """Check that a state is of the same plan.

@@ -11,29 +11,24 @@ from aiofeed.streams.stream import Stream
 from aiofeed.streams.stream_epochs import Blocks, Measured, Snapshot, items_of
 
 if TYPE_CHECKING:
-    from aiofeed.kernel.core.statistics import StorageStatistics
     from aiofeed.kernel.feeder.feeder import Feeder
-    from aiofeed.kernel.feeder.iterator import FeedIterator
 
 
 class DecodedStream(Stream):
     """The samples of a feeder, which reads and decodes them in threads of its own, in the order of its epochs.
 
     Args:
-        feeder: Its batches are ``(samples, keys)`` with samples of ``LengthPlan.found``.
+        feeder: Its batches are ``(samples, keys)``, with samples and lengths of ``Plan.decoded``.
         sharded: Whether it has the samples of one rank only.
     """
 
     def __init__(self, feeder: Feeder[Any], *, sharded: bool) -> None:
         super().__init__(partial(DecodedSamples, feeder), sharded=sharded)
         self.feeder: Feeder[Any] = feeder
+        self.given: Any = feeder.dataset
+        self.source_names: Sequence[str] = feeder._source.source_names
         # Engines that use it: one may start before the one before it has ended.
         self._engines: list[None] = []
-
-    @property
-    def given(self) -> Any:
-        """The object that the user passed."""
-        return self.feeder.dataset
 
     def __repr__(self) -> str:
         return f"{self.feeder._source!r}, decoded"
@@ -43,12 +38,16 @@ class DecodedStream(Stream):
         schedule, session = self.feeder._order.schedule(0), self.feeder._session
         return f"decoded {schedule.shuffle} {session.order.lister.identity()} {session.fingerprint}"
 
-    def key(self, index: int, /) -> str:
-        """Return the key of the sample of an ``ItemNumber``; of another number the place in the epoch."""
+    def named(self, index: int, /) -> Any:
+        """Return the name of the sample of an ``ItemNumber``; of another number the place in the epoch."""
         found = items_of([index])
-        return str(found[0][1]) if found else f"sample {index} of an epoch of {self!r}"
+        return found[0][1] if found else f"sample {index} of an epoch of {self!r}"
 
-    def storage_statistics(self) -> StorageStatistics | None:
+    def key(self, index: int, /) -> str:
+        """Return the name as a text."""
+        return str(self.named(index))
+
+    def storage_statistics(self) -> Any:
         """Return the requests of the source."""
         return self.feeder.statistics().storage
 
@@ -66,18 +65,8 @@ class DecodedStream(Stream):
         """Return the samples of ``ItemNumber``s."""
         return [sample for (sample, _), _ in items_of(indices)]
 
-    def _measured(self, item: Any) -> Any:
-        return item[0]
-
     def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:
-        assert measure is not None
-        plan: Any = measure
-        return super()._read_blocks(epoch, first, snapshot, size, lambda number, found: plan(number, *found))
-
-    def interrupt(self, iterable: Any) -> None:
-        """End a wait for a sample."""
-        if iterable is not None:
-            iterable.interrupt()
+        return super()._read_blocks(epoch, first, snapshot, size, lambda _, item: item[0][1])
 
 
 class DecodedSamples:
@@ -90,7 +79,6 @@ class DecodedSamples:
         self._feeder = feeder
         self._before: Mapping[str, Any] = {}
         self._used = 0
-        self._batches: FeedIterator[Any] | None = None
         feeder._session.checkpoint.load(Position(epoch))
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,17 +90,12 @@ class DecodedSamples:
         self._feeder.load_state_dict(state["feeder"])
         self._used = state["used"]
 
-    def interrupt(self) -> None:
-        """End a wait for the next batch; never blocks."""
-        if self._batches is not None:
-            self._batches.close()
-
     def __iter__(self) -> Iterator[Any]:
         """Go on from the position, or begin the epoch."""
-        used, self._batches = self._used, iter(self._feeder)
+        used, batches = self._used, iter(self._feeder)
         while True:
             self._before = self._feeder.state_dict()
-            if (batch := next(self._batches, None)) is None:
+            if (batch := next(batches, None)) is None:
                 return
             for self._used, item in enumerate(zip(*batch, strict=True), 1):
                 if self._used > used:

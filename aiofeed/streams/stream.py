@@ -182,9 +182,6 @@ class Stream(BaseSource):
         """Return the sample of an item, whose length a plan measures."""
         return item
 
-    def interrupt(self, iterable: Any) -> None:
-        """End a call of ``next`` that waits, if that is possible; ``iterable`` is ``None`` before an epoch is open."""
-
     def first_item(self, item: int) -> int:
         """Return the number of the first item to read for one in the order of the epoch: the start of its group."""
         return item - item % max(self.shuffle_buffer, 1)
@@ -415,7 +412,6 @@ class StreamReader:
         self._stopped = True
         if self._pending is None:
             return
-        self._stream.interrupt(self._iterable)
         closing: asyncio.Future[None]
         if isinstance(self._pending, asyncio.Task):
             self._pending.cancel()

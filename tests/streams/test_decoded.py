@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import aiofeed
-from aiofeed.kernel.core.errors import DecodeError, ReadError, StateError
+from aiofeed.kernel.core.errors import CollateError, DecodeError, StateError
 
 DOCUMENTS = 90
+EVEN, ODD = range(0, DOCUMENTS, 2), range(1, DOCUMENTS, 2)
 
 
 def text_of(number: int) -> str:
@@ -49,9 +50,9 @@ def new_source(kind: str, folder: Path) -> tuple[Any, Any]:
         for number in range(DOCUMENTS):
             (folder / f"{number:03}.txt").write_text(text_of(number))
         return aiofeed.Files(sorted(map(str, folder.glob("*.txt")))), tokenize
-    if kind == "mixture":
-        parts = {"even": [tokenize(text_of(n)) for n in range(0, 90, 2)], "odd": [tokenize(text_of(n)) for n in range(1, 90, 2)]}
-        return aiofeed.Mixture(parts), None
+    if kind in ("mixture", "names"):
+        parts = {"even": [tokenize(text_of(n)) for n in EVEN], "odd": [tokenize(text_of(n)) for n in ODD]}
+        return aiofeed.Mixture(parts, names=kind == "names"), None
     return Texts(), None
 
 
@@ -72,7 +73,9 @@ def new_feeder(source: Any, decode: Any, plan: str, **options: Any) -> aiofeed.F
 
 
 def lists(batches: Any) -> list[Any]:
-    return [{name: part.tolist() if hasattr(part, "tolist") else part for name, part in each.items()} for each in batches]
+    return [
+        {name: part.tolist() if hasattr(part, "tolist") else part for name, part in each.items()} for each in batches
+    ]
 
 
 def tokens_of(batches: list[Any]) -> dict[int, int]:
@@ -101,7 +104,7 @@ def test_batches_are_those_of_a_stream_of_the_decoded_samples(tmp_path: Path, ki
     plain = aiofeed.Feeder(source, decode=decode, batch_size=7, shuffle=shuffle, seed=3, shard=None, collate_fn=list)
     items = [[sample for batch in plain for sample in batch] for _ in range(2)]
     measured = PLANS[plan]()
-    measured.decoded, collate = False, None if isinstance(measured, aiofeed.Pack) else aiofeed.pad_collate()
+    measured.decoded, collate = None, None if isinstance(measured, aiofeed.Pack) else aiofeed.pad_collate()
     stream = aiofeed.Stream(lambda epoch: items[epoch])
     with aiofeed.Feeder(stream, batch_size=measured, seed=3, shard=None, collate_fn=collate) as model:
         assert found == [lists(model), lists(model)]
@@ -178,7 +181,9 @@ def test_options_act_on_samples_before_the_plan(tmp_path: Path) -> None:
             pairs = list(feeder)
             assert tokens_of(lists(batch for batch, _ in pairs)) == {n: c for n, c in ALL.items() if n not in (5, 7)}
             for batch, keys in pairs:
-                for row, ids, names in zip(batch["input_ids"].tolist(), batch["document_ids"].tolist(), keys, strict=True):
+                for row, ids, names in zip(
+                    batch["input_ids"].tolist(), batch["document_ids"].tolist(), keys, strict=True
+                ):
                     tokens = dict.fromkeys(token for token, document in zip(row, ids, strict=True) if document >= 0)
                     assert names == [f"{source.name}[{token}]" for token in tokens]
         assert {failure.key for failure in feeder.failures} == {f"{source.name}[5]"}
@@ -186,26 +191,29 @@ def test_options_act_on_samples_before_the_plan(tmp_path: Path) -> None:
 
 
 def test_errors_name_the_sample(tmp_path: Path) -> None:
-    """A failed decode is raised after the complete batches before it, with the key of its sample."""
+    """A failed decode is raised after batches before it, with the key of its sample; a sample without a length, too."""
 
     def decode(row: Any) -> Any:
         return tokenize(row) if not row["text"].startswith("80 ") else 1 / 0
 
     source, _ = new_source("table", tmp_path)
     with aiofeed.Feeder(source, decode=decode, batch_size=PLANS["pack"](), shard=None) as feeder:
-        seen = []
+        batches = iter(feeder)
+        next(batches)
         with pytest.raises(DecodeError, match=r"\[80\]"):
-            for batch in feeder:
-                seen.append(batch)
-        assert seen
-    with aiofeed.Feeder(source, decode=tokenize, batch_size=aiofeed.Pack("decoded", 8, split=False)) as feeder:
-        with pytest.raises(ReadError, match="more than context=8"):
+            list(batches)
+    for decode, plan, message in (
+        (tokenize, aiofeed.Pack("decoded", 8, split=False), r"more than context=8.*'x.jsonl\[0\]' to"),
+        (lambda row: row["text"], aiofeed.Pack("decoded", 8), "finds no length in sample 0, a str"),
+        (lambda row: row["text"], aiofeed.Pack("decoded", 8, length=lambda text: 1 / 0), "division by zero"),
+    ):
+        with aiofeed.Feeder(source, decode=decode, batch_size=plan) as feeder, pytest.raises(CollateError) as error:
             list(feeder)
-    with aiofeed.Feeder(source, decode=lambda row: row["text"], batch_size=aiofeed.Pack("decoded", 8)) as feeder:
-        with pytest.raises(ReadError, match="finds no length"):
-            list(feeder)
+        error.match(message.replace("x.jsonl", ".*x.jsonl"))
     with pytest.raises(ValueError, match="groups"):
         aiofeed.Balanced("decoded", 64)
+    with pytest.raises(ValueError, match="'decoded'"):
+        aiofeed.Feeder(source, decode=decode, batch_size=aiofeed.Pack(context=8))
 
 
 def test_a_state_of_other_data_or_another_order_is_refused(tmp_path: Path) -> None:
@@ -222,21 +230,49 @@ def test_a_state_of_other_data_or_another_order_is_refused(tmp_path: Path) -> No
 
 
 def test_threads_end_and_epochs_begin_anew(tmp_path: Path) -> None:
-    """After a break the next epoch begins at its start, a wait for a sample ends with close(), and threads end."""
-    waits = threading.Event()
+    """After a break the next epoch begins at its start, also while a decode waits, and close() ends the threads."""
+    waits, go_on = threading.Event(), threading.Event()
 
     def decode(row: Any) -> Any:
         if waits.is_set():
-            threading.Event().wait(30)
+            go_on.wait(30)
         return tokenize(row)
 
     source, _ = new_source("table", tmp_path)
-    before = threading.active_count()
     with new_feeder(source, decode, "pack") as feeder:
         first = lists(feeder)
-        feeder.set_epoch(0)
-        next(iter(feeder))
-        for _ in range(3):
+        for waiting in (False, True, True):
+            feeder.set_epoch(0)
+            batches = iter(feeder)
+            next(batches)
+            if waiting:
+                waits.set()
+                feeder.set_epoch(1)
+                batches = iter(feeder)
+            del batches
+            go_on.set()
+            waits.clear()
             feeder.set_epoch(0)
             assert lists(feeder) == first
-    assert threading.active_count() <= before + 1
+            go_on.clear()
+    sessions = [feeder._session, feeder._source.feeder._session]
+    assert all(session.pipeline.loop_thread.finished.done() for session in sessions)
+    with new_feeder(Texts(), None, "pack") as feeder, pickle.loads(pickle.dumps(feeder)) as copy:
+        assert lists(copy) == lists(feeder)
+
+
+def test_names_go_into_rows_and_counts(tmp_path: Path) -> None:
+    """With names=True ``source_ids`` has the source of each token, also of samples that are measured as they come."""
+    source, _ = new_source("names", tmp_path)
+    for plan in (PLANS["pack"](), aiofeed.Pack([len(text_of(n).split()) for n in [*EVEN, *ODD]], 32, 2, separator=999)):
+        with aiofeed.Feeder(source, batch_size=plan, shuffle=True, shard=None) as feeder:
+            batches = list(feeder)
+            assert feeder.statistics().by_source == {"even": 45, "odd": 45}
+        for batch in batches:
+            tokens, sources, kept = batch["input_ids"], batch["source_ids"], batch["document_ids"] >= 0
+            assert sources.dtype == torch.int64
+            assert (sources[~kept] == -1).all()
+            assert (sources[kept] >= 0).all()
+            documents = kept & (tokens != 999)
+            assert (sources[documents] == tokens[documents] % 2).all()
+        assert tokens_of(lists(batches)) == ALL

@@ -324,7 +324,7 @@ class Feeder(Generic[BatchT]):
         timeline: bool = True,
         keys: bool = False,
     ) -> None:
-        if isinstance(batch_size, Plan) and batch_size.decoded:
+        if isinstance(batch_size, Plan) and batch_size.decoded is not None:
             # A feeder of its own reads and decodes, so that each option acts on samples as without a plan.
             decoded: Feeder[Any] = Feeder(
                 source,
@@ -335,7 +335,7 @@ class Feeder(Generic[BatchT]):
                 weights=weights,
                 seed=seed,
                 pad=pad,
-                collate_fn=batch_size.found,
+                collate_fn=batch_size.decoded,
                 on_error=on_error,
                 cache=cache,
                 limits=None if limits is None else replace(limits, prefetch_batches=None),
@@ -343,7 +343,6 @@ class Feeder(Generic[BatchT]):
                 shard=None if pad else shard,
                 exclude=exclude,
                 engine=engine,
-                timeline=timeline,
                 keys=True,
             )
             source = _load_addon("DecodedStream", 'lengths="decoded"')(decoded, sharded=not pad)
