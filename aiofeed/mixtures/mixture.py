@@ -150,6 +150,7 @@ class Mixture(IndexedSource):
             self._set_streams(until, unit, at_end or "restart")
             return
         self.whole = _combined(self.parts, self._names)
+        self.whole.source_names = self.names if self._names else ()
         if self._changes:
             self._changing_weights(0)
         else:

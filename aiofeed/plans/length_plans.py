@@ -27,8 +27,8 @@ from aiofeed.kernel.sampling.schedule import Position, Schedule
 from aiofeed.kernel.sampling.state import json_dict
 from aiofeed.plans.computed import ExcludingOrder, WeightedOrder
 
-Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int] | Literal['measure']"
-"""The length of each sample, a function of its index, or "measure"."""
+Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int] | Literal['measure', 'decoded']"
+"""The length of each sample, a function of its index, "measure" or "decoded"."""
 
 Measure: TypeAlias = "str | int | Callable[[Any], int]"
 """The key or index of the part of a sample whose length counts, or a function that returns the length of a sample."""
@@ -45,7 +45,7 @@ class LengthPlan(Plan):
 
     Args:
         lengths: The length of each sample, an int from 1; or a function of the index, called once per sample; or
-            "measure"; ``None`` for the items of a stream, which are measured as they come.
+            "measure"; ``None`` for the items of a stream, or "decoded": they are measured as they come.
         length: How samples are measured, see ``Buckets``.
         size: The next argument, which must not be 0.
 
@@ -61,9 +61,11 @@ class LengthPlan(Plan):
     def __init__(self, lengths: Lengths | None, length: Measure | None = None, **size: object) -> None:
         self._given = lengths
         self._lengths: Int64 | None = None
-        self.streams: bool = lengths is None
+        self.decoded = self.measured if isinstance(lengths, str) and lengths == "decoded" else None
+        self.streams: bool = lengths is None or self.decoded is not None
         self.measures: bool = isinstance(lengths, str) and lengths == "measure"
         self.length: Measure | None = length
+        self._longest = 0
         self._window = STREAM_WINDOW if self.streams else WINDOW
         measured, plan = self.streams or self.measures, type(self).__name__
         for name, value in size.items():
@@ -113,6 +115,10 @@ class LengthPlan(Plan):
         shuffle = bool(schedule.shuffle) or isinstance(samples, WeightedOrder)
         return PlanLister(self, schedule.seed, shuffle=shuffle, drop_last=schedule.drop_last, order=samples)
 
+    def measured(self, samples: list[Any]) -> list[tuple[Any, int]]:
+        """Return each sample of a list with its length."""
+        return [(sample, self.measure(number, sample)) for number, sample in enumerate(samples)]
+
     def measure(self, number: int, sample: Any) -> int:
         """Return the length of a sample with this number.
 
@@ -123,7 +129,9 @@ class LengthPlan(Plan):
         found: object = how(sample) if callable(how) else self._length_in(sample, number)
         what = f"the length of sample {number}, of its first tensor or by {type(self).__name__}(length=),"
         length = check_positive_int(what, found)
-        self._check(np.array([length]), number)
+        if length > self._longest:  # a sample may be too long, never too short
+            self._check(np.array([length]), number)
+            self._longest = length
         return length
 
     def _length_in(self, sample: Any, number: int) -> int:
@@ -132,7 +140,7 @@ class LengthPlan(Plan):
         Raises:
             ValueError: It has none; the message has the line to write.
         """
-        how, part, plan = self.length, None, type(self).__name__
+        how, part, plan, before = self.length, None, type(self).__name__, self.streams and self.decoded is None
         is_table = hasattr(type(sample), "columns")
         with suppress(LookupError, TypeError):  # a sample without this part
             part = None if is_table else sample if how is None else sample[how]
@@ -148,8 +156,10 @@ class LengthPlan(Plan):
             }
             kind, line = f"a dict of {list(sample)}", ways.get(how) or min(ways.values(), default=line)
         raise ValueError(
-            f"{plan}(length={how!r}) finds no length in sample {number}, {kind}{', before decode=' * self.streams}: "
+            f"{plan}(length={how!r}) finds no length in sample {number}, {kind}{', before decode=' * before}: "
             f"pass a function that returns it, {plan}(..., length=lambda sample: {line})"
+            + f", or measure what decode= returns, {plan}('decoded', ...)"
+            * before
         )
 
     def __repr__(self) -> str:
@@ -162,7 +172,10 @@ class LengthPlan(Plan):
             TypeError, ValueError: They are no lengths of that many samples.
         """
         if self.streams and self._lengths is None:
-            raise ValueError(f"{self} measures the items of a Stream: pass lengths=, for a Dataset also 'measure'")
+            raise ValueError(
+                f"{self} measures the items of a Stream: pass lengths=, which may be 'measure', or 'decoded', which "
+                f"measures what decode= returns"
+            )
         if self._lengths is None:
             assert callable(self._given)
             self.use([self._given(index) for index in range(samples)])
@@ -249,7 +262,9 @@ class Buckets(LengthPlan):
             per sample; or "measure": the items of a ``Dataset`` are read once and measured, and their lengths kept in
             ``$AIOFEED_CACHE``, unless the source knows them, as a ``Table`` does. Leave it out for a source that knows
             them, or for a ``Stream``, whose items are measured as they come. There a batch ends when its first item is
-            16,384 items old, and ``drop_last=True`` leaves it out if it is not full.
+            16,384 items old, and ``drop_last=True`` leaves it out if it is not full. "decoded" does that for any
+            source, and measures what ``decode=`` returns, in the decode threads. Each rank decodes all samples; with
+            ``Feeder(pad=False)`` its own only, and ranks may then have different numbers of batches.
         boundaries: Ascending lengths. Bucket k has the samples with ``boundaries[k - 1] <= length < boundaries[k]``, as
             in ``tf.data``'s ``bucket_by_sequence_length``; the last bucket has the rest.
         batch_sizes: Samples per batch of each bucket, one more than boundaries.
@@ -330,7 +345,7 @@ class TokenBudget(LengthPlan):
 
     Args:
         lengths: The length of each sample in tokens, an array or list of ints from 1; or a function of the index,
-            called once per sample; or "measure". Leave it out for a ``Stream``. See ``Buckets``.
+            called once per sample; or "measure" or "decoded". Leave it out for a ``Stream``. See ``Buckets``.
         max_tokens: The highest cost of a batch.
         max_samples: The most samples of a batch; ``None`` for no limit.
         window: Samples that are sorted together; 16,384, of a ``Stream`` 1,024. A larger window pads less and shuffles
@@ -487,6 +502,8 @@ class PlanLister(Lister):
         self._drop_last = drop_last
         # The epoch listed last, whose number of batches is the length.
         self._listed: tuple[int, BatchLists] | None = None
+        # The tokens drawn from each source before some epochs.
+        self._tokens: dict[int, Any] = {0: 0}
 
     def __str__(self) -> str:
         return repr(self.plan)
@@ -539,6 +556,26 @@ class PlanLister(Lister):
         lists = self.list_epoch(position.epoch, resumed=True)
         consumed = lists.consumed(min(position.consumed, len(lists)))
         return {name: before[name] + more for name, more in self.order.count(consumed).items()}
+
+    def tokens(self, position: Position) -> dict[str, int]:
+        """Return the tokens of the samples of ``counts``."""
+        if self.order is None or not self._sources:
+            return {}
+        ends, lists = np.cumsum([*self._sources.values()]), self.list_epoch(position.epoch, resumed=True)
+        for epoch in range(max(each for each in self._tokens if each <= position.epoch), position.epoch + 1):
+            earlier: Any = None if epoch == position.epoch else self.order.list_epoch(epoch, resumed=True)
+            consumed = lists.consumed(min(position.consumed, len(lists)))
+            indices = consumed if earlier is None else earlier[np.arange(len(self.order))]
+            sources = np.searchsorted(ends, indices, side="right")
+            found = self._tokens[epoch] + np.bincount(sources, self.plan.lengths[indices], len(ends))
+            if earlier is not None:
+                self._tokens[epoch + 1] = found
+        return dict(zip(self._sources, map(int, found), strict=True))
+
+    @cached_property
+    def _sources(self) -> dict[str, int]:
+        """The number of samples of each source of a mixture."""
+        return {} if self.order is None else self.order.count(np.arange(len(self.plan.lengths)))
 
     def load_state(self, text: str) -> None:
         """Check that a state is of the same plan.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from aiofeed import _load_addon
-from aiofeed.kernel.core.faces import Exclusion, bind_decoder
+from aiofeed.kernel.core.faces import BaseSource, Exclusion, bind_decoder
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_bool, check_callable, check_int_from, check_positive_int
 from aiofeed.kernel.runtime.tensors import unchanged
@@ -50,6 +50,8 @@ class Pack(LengthPlan):
     - "cu_seqlens": int32 [pieces + 1], where pieces start in the flattened rows, as flash attention takes it. Padding
       is a piece too, so the last value is ``rows * context``.
     - "max_seqlen": the longest piece, an int.
+    - "source_ids", with ``Mixture(names=True)``: int64 [rows, context], the source of each token, as its place in
+      ``mixture.names``; -1 for padding.
 
     With ``split=True`` the documents are one sequence of tokens that is cut into rows; of a document longer than a row,
     whole rows come first. A document is read again for each batch that has a part of it. With ``split=False`` each
@@ -59,7 +61,7 @@ class Pack(LengthPlan):
 
     Args:
         lengths: The length of each document in tokens, an array or list of ints from 1; or a function of the index,
-            called once per document; or "measure". Leave it out for a ``Stream``. See ``Buckets``.
+            called once per document; or "measure" or "decoded". Leave it out for a ``Stream``. See ``Buckets``.
         context: Tokens of a row.
         rows: Rows of a batch.
         separator: A token after each document, or a dict of one for each column. It counts as a token of its document:
@@ -166,14 +168,15 @@ class Pack(LengthPlan):
             others = list(shapes)
         if bound.row is not None and len(bound.row.shape) != 1:
             others.append("decoded samples")
-        if source.target is not None and not bound.takes_target:
+        if source.target is not None and not (bound.takes_target or source.source_names):
             others.append("target")
         words = f"{arguments.source!r}, in which {others} cannot be packed,"
         return {"Pack": "Pack"} | ({"samples that are no documents": words} if others else {})
 
-    def new_collate(self) -> Any:
+    def new_collate(self, source: BaseSource) -> Any:
         """Return what puts the documents of a batch into rows."""
-        return _load_addon("PackCollate", "Pack")(self.rows, self.context, self.separator, self.pad)
+        names = source.source_names
+        return _load_addon("PackCollate", "Pack")(self.rows, self.context, self.separator, self.pad, names)
 
     @property
     def typical_samples(self) -> int:

@@ -37,6 +37,7 @@ log: logging.Logger = logging.getLogger("aiofeed.sampling")
 
 _CALLED = "call it: collate_fn=aiofeed.pad_collate()"
 MASK = "attention_mask"
+SOURCE_IDS = "source_ids"
 PACK_NAMES = ("position_ids", "document_ids", "cu_seqlens", "max_seqlen")
 
 
@@ -228,12 +229,13 @@ def _sequences(parts: list[Any]) -> list[torch.Tensor] | None:
 
 @dataclass(frozen=True)
 class PackCollate(BuildsBatches):
-    """Makes the batches of ``Pack``; its arguments are those of ``Pack``."""
+    """Makes the batches of ``Pack``; its arguments are those of ``Pack``, and the names of sources in samples."""
 
     rows: int
     context: int
     separator: Fill | None
     pad: Fill
+    names: Sequence[str] = ()
 
     def new_builder(self, plan: BatchPlan, lease: BufferLease) -> BatchBuilder:
         """Return the builder of a planned batch, in memory of the lease."""
@@ -282,7 +284,7 @@ class PackBatchBuilder(BatchBuilder):
         Raises:
             MisfitError: It cannot be packed, or has another length than planned.
         """
-        columns = _columns_of(sample)
+        columns = _columns_of(sample, self._pack.names)
         with self._lock:
             if not self._columns:
                 self._columns = {name: self._new_column(name, memory) for name, memory in columns.items()}
@@ -300,7 +302,7 @@ class PackBatchBuilder(BatchBuilder):
             for place, start, stop, _ in pieces:
                 rows[place : place + min(stop, planned) - start] = memory[start:stop]
                 if stop > planned:
-                    rows[place + planned - start] = separator
+                    rows[place + planned - start] = memory[-1] if name == SOURCE_IDS else separator
 
     def put_gathered(self, samples: Gathered) -> bool:
         """Note where the pieces of all documents are, if they fit; otherwise ``put`` tells which one does not."""
@@ -316,6 +318,8 @@ class PackBatchBuilder(BatchBuilder):
     def _new_column(self, name: Any, first: NDArray[Any]) -> tuple[NDArray[Any], Any, Any]:
         rows = self._array((self._pack.rows * self._pack.context, *first.shape[1:]), first.dtype)
         pad, separator = self._pack.pad, self._pack.separator
+        if name == SOURCE_IDS and self._pack.names:
+            pad, separator = -1, None
         padding = _value("pad", pad.get(name, 0) if isinstance(pad, Mapping) else pad, first.dtype)
         rows[:] = padding
         if isinstance(separator, Mapping) and name not in separator:
@@ -396,9 +400,10 @@ class _DocumentError(MisfitError):
         return f"the document {keys[0]!r} {self}"
 
 
-def _columns_of(sample: Any) -> dict[Any, NDArray[Any]]:
-    """Return the columns of a document."""
+def _columns_of(sample: Any, names: Sequence[str]) -> dict[Any, NDArray[Any]]:
+    """Return the columns of a document; if it has the name of its source, with the number of that for each token."""
     columns = {}
+    sample, source = _without_name(sample) if names else (sample, None)
     for name, part in (sample if isinstance(sample, Mapping) else {"tokens": sample}).items():
         if name in PACK_NAMES:
             raise _DocumentError(f"has {name!r}, which Pack makes itself: leave it out")
@@ -412,7 +417,19 @@ def _columns_of(sample: Any) -> dict[Any, NDArray[Any]]:
         columns[name] = memory
     if not columns:
         raise _DocumentError("has no columns")
+    if names:
+        if source not in names or SOURCE_IDS in columns:
+            raise _DocumentError(f"has a target beside the name of its source, or {SOURCE_IDS!r}, which Pack makes")
+        columns[SOURCE_IDS] = np.full(len(next(iter(columns.values()))), names.index(source))
     return columns
+
+
+def _without_name(sample: Any) -> tuple[Any, Any]:
+    """Return a sample of ``Mixture(names=True)`` without the name that it adds, and the name."""
+    if isinstance(sample, Mapping):
+        return {name: part for name, part in sample.items() if name != "source"}, sample.get("source")
+    *rest, name = sample
+    return (rest if isinstance(rest[0], int) else rest[0]), name
 
 
 def _value(argument: str, value: float, dtype: np.dtype[Any]) -> Any:

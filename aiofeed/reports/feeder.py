@@ -30,7 +30,9 @@ SAME_STEP = 0.95
 def explain_feeder(session: Any, *, ranks: bool) -> Explanation:
     """Explain the current or last epoch of a feeder's session; with ``ranks`` compare all ranks."""
     measured = measurements(session)
-    explanation = explain(measured)
+    explanation, inner = explain(measured), session.config.source.feeder
+    if inner is not None and explanation.resource == "the iterable":
+        explanation = inner.explain()
     if session.inline is not None and session.inline.reason:
         explanation = replace(explanation, verdict=f"{explanation.verdict} {session.inline.reason}")
     if not ranks:

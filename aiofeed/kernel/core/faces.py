@@ -152,6 +152,9 @@ class BaseSource(Declares):
         """Return the requests so far; ``None`` if it makes none."""
         return None
 
+    feeder: Any = None
+    """The ``Feeder`` that reads and decodes its samples, if another one does that."""
+
     # --- shards ---
 
     @default
@@ -235,6 +238,9 @@ class BaseSource(Declares):
         """
         return None
 
+    source_names: Sequence[str] = ()
+    """The names of the sources of a mixture, if it adds them to samples."""
+
     # --- how a feeder takes it ---
 
     def adopted(self) -> BaseSource:
@@ -298,8 +304,9 @@ BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_
 # fmt: off
 _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
-    "form_batch", "lengths", "structure", "adopted", "as_samples", "in_batches", "for_neighbours",
-    "in_pieces", "order", "draws", "new_order", "gathers_on_device", "check_room", "for_memory", "load",
+    "form_batch", "feeder", "source_names", "lengths", "structure", "adopted", "as_samples", "in_batches",
+    "for_neighbours", "in_pieces", "order", "draws", "new_order", "gathers_on_device", "check_room", "for_memory",
+    "load",
 })
 # fmt: on
 

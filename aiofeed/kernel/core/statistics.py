@@ -208,8 +208,9 @@ class FeedStatistics:
         gil_us: If decoding was GIL-bound in the epoch, the microseconds per sample that hold or wait for the GIL: one
             process decodes at most 1e6 / ``gil_us`` samples/s. Otherwise 0.
         by_source: With a ``Mixture`` the samples of each source that all ranks have drawn since the first epoch, up to
-            the position of ``state_dict()``, with those that ``drop_last=True`` left out of ended epochs. Otherwise
-            empty.
+            the position of ``state_dict()``, with those that ``drop_last=True`` left out of ended epochs; with
+            ``lengths="decoded"`` those that are decoded. Otherwise empty.
+        tokens_by_source: With a ``Mixture`` and a plan with lengths, the tokens of these samples. Otherwise empty.
         storage: The requests for objects at URLs, and the use of an ``EncodedCache``, since the source was made.
             ``None`` for other sources, and with ``engine="process"``, whose processes make the requests.
     """
@@ -234,14 +235,15 @@ class FeedStatistics:
     decode_threads: int = 0
     chunk_size: int = 0
     by_source: Mapping[str, int] = field(default_factory=dict)
+    tokens_by_source: Mapping[str, int] = field(default_factory=dict)
     storage: StorageStatistics | None = None
 
     def scalars(self, prefix: str = "aiofeed/") -> dict[str, float]:
         """Return a flat dict of numbers with stable names, e.g. for ``wandb.log`` or TensorBoard.
 
         ``samples_per_s``, ``bytes_per_s``, ``waiting_share`` (``stall_s / wall_s``), ``idle_share``, and all numbers of
-        these statistics by their names. Those of ``storage`` have ``storage_`` before them, those of ``by_source``
-        ``by_source/``.
+        these statistics by their names. Those of ``storage`` have ``storage_`` before them, those of ``by_source`` and
+        ``tokens_by_source`` these names and a slash.
         """
         wall = self.wall_s or float("inf")
         found: dict[str, float] = {
@@ -254,6 +256,7 @@ class FeedStatistics:
         if self.storage is not None:
             values |= {f"storage_{entry.name}": getattr(self.storage, entry.name) for entry in fields(self.storage)}
         values |= {f"by_source/{name}": samples for name, samples in self.by_source.items()}
+        values |= {f"tokens_by_source/{name}": tokens for name, tokens in self.tokens_by_source.items()}
         found |= {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
         return {prefix + name: value for name, value in found.items()}
 

@@ -428,7 +428,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     order = new_order(a)
     source = a.adopted.for_neighbours() if "neighbours come together" in facts else a.adopted
     collate_fn: Any = a.collate_fn
-    if a.plan is not None and (packs := a.plan.new_collate()) is not None:
+    if a.plan is not None and (packs := a.plan.new_collate(a.adopted)) is not None:
         collate_fn = packs
         source = source if a.decode else source.in_pieces()
     elif collate_fn is a.cache is a.decode is None and not source.traits.in_memory:

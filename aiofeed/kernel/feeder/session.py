@@ -125,13 +125,15 @@ class FeederSession(Generic[BatchT]):
         limits, pipeline = self.config.limits, self.pipeline
         tuner = pipeline.tuner if pipeline is not None else None
         storage = None if self.config.engines else self.config.source.storage_statistics()
+        position, inner = self.checkpoint.position, self.config.source.feeder
         return FeedStatistics(
             **stats.totals(),  # type: ignore[arg-type]
             queue_depth=len(self.delivery.queue) if self.delivery is not None else 0,
             read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
             decode_threads=limits.decode_threads if tuner is None else tuner.max_running,
             chunk_size=pipeline.chunk_size if pipeline is not None else 0,
-            by_source=self.order.lister.counts(self.checkpoint.position),
+            by_source=self.order.lister.counts(position) if inner is None else inner.statistics().by_source,
+            tokens_by_source=self.order.lister.tokens(position),
             storage=storage,
         )
 

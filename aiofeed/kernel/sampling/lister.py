@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
-from aiofeed.kernel.core.faces import Declares
+from aiofeed.kernel.core.faces import BaseSource, Declares
 from aiofeed.kernel.sampling.order import EpochList, Int64
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 
@@ -85,6 +86,10 @@ class Lister:
         """Return the samples drawn from each source before a position, from the first epoch on."""
         return {}
 
+    def tokens(self, position: Position) -> dict[str, int]:
+        """Return the tokens drawn from each source before a position, from the first epoch on, if it knows them."""
+        return {}
+
     def count(self, indices: Int64) -> dict[str, int]:
         """Return how many of some samples are of each source."""
         return {}
@@ -103,11 +108,13 @@ class Plan(Declares, ABC):
 
     Attributes:
         streams: Whether it is for a stream, whose items it measures as they come.
+        decoded: Returns samples with their lengths, if it measures those of any source as they are decoded.
         measures: Whether the lengths have to be found by reading all samples first.
         shapes: The number of sizes of its full batches; 0: any.
     """
 
     streams: bool = False
+    decoded: Callable[[list[Any]], list[tuple[Any, int]]] | None = None
     measures: bool = False
     shapes: int = 0
 
@@ -119,6 +126,6 @@ class Plan(Declares, ABC):
             TypeError, ValueError: The plan is not for so many samples.
         """
 
-    def new_collate(self) -> Any:
+    def new_collate(self, source: BaseSource) -> Any:
         """Return what makes batches in place of ``collate_fn``, see ``builder_factory``; ``None``: the default."""
         return None

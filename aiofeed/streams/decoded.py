@@ -1,0 +1,103 @@
+"""``lengths="decoded"``: the decoded samples of any source as a stream, of which a plan forms batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aiofeed.kernel.sampling.schedule import Position
+from aiofeed.streams.stream import Stream
+from aiofeed.streams.stream_epochs import Blocks, Measured, Snapshot, items_of
+
+if TYPE_CHECKING:
+    from aiofeed.kernel.feeder.feeder import Feeder
+
+
+class DecodedStream(Stream):
+    """The samples of a feeder, which reads and decodes them in threads of its own, in the order of its epochs.
+
+    Args:
+        feeder: Its batches are ``(samples, keys)``, with samples and lengths of ``Plan.decoded``.
+        sharded: Whether it has the samples of one rank only.
+    """
+
+    def __init__(self, feeder: Feeder[Any], *, sharded: bool) -> None:
+        super().__init__(partial(DecodedSamples, feeder), sharded=sharded)
+        self.feeder: Feeder[Any] = feeder
+        self.given: Any = feeder.dataset
+        self.source_names: Sequence[str] = feeder._source.source_names
+        # Engines that use it: one may start before the one before it has ended.
+        self._engines: list[None] = []
+
+    def __repr__(self) -> str:
+        return f"{self.feeder._source!r}, decoded"
+
+    def fingerprint(self) -> str:
+        """Identifies the source and its order."""
+        schedule, session = self.feeder._order.schedule(0), self.feeder._session
+        return f"decoded {schedule.shuffle} {session.order.lister.identity()} {session.fingerprint}"
+
+    def named(self, index: int, /) -> Any:
+        """Return the name of the sample of an ``ItemNumber``; of another number the place in the epoch."""
+        found = items_of([index])
+        return found[0][1] if found else f"sample {index} of an epoch of {self!r}"
+
+    def key(self, index: int, /) -> str:
+        """Return the name as a text."""
+        return str(self.named(index))
+
+    def storage_statistics(self) -> Any:
+        """Return the requests of the source."""
+        return self.feeder.statistics().storage
+
+    async def open(self) -> None:
+        """Count the engines."""
+        self._engines.append(None)
+
+    async def aclose(self) -> None:
+        """End the threads of the feeder after the last engine."""
+        self._engines.pop()
+        if not self._engines:
+            await self.feeder.aclose()
+
+    async def read_many(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples of ``ItemNumber``s."""
+        return [sample for (sample, _), _ in items_of(indices)]
+
+    def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:
+        return super()._read_blocks(epoch, first, snapshot, size, lambda _, item: item[0][1])
+
+
+class DecodedSamples:
+    """The samples of one epoch of a feeder, each with its length and its key.
+
+    Its state is that of the feeder before a batch, with the number of samples that were used of this batch.
+    """
+
+    def __init__(self, feeder: Feeder[Any], epoch: int) -> None:
+        self._feeder = feeder
+        self._before: Mapping[str, Any] = {}
+        self._used = 0
+        feeder._session.checkpoint.load(Position(epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, for JSON."""
+        return {"feeder": self._before, "used": self._used}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position."""
+        self._feeder.load_state_dict(state["feeder"])
+        self._used = state["used"]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go on from the position, or begin the epoch."""
+        used, batches = self._used, iter(self._feeder)
+        while True:
+            self._before = self._feeder.state_dict()
+            if (batch := next(batches, None)) is None:
+                return
+            for self._used, item in enumerate(zip(*batch, strict=True), 1):
+                if self._used > used:
+                    yield item
+            used = 0
