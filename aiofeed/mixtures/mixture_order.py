@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -442,8 +441,8 @@ class MixtureOrder(Lister):
         seeds = [mix64(seed ^ int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)) for name in lengths]
         self._seeds: UInt64 = np.array(seeds, np.uint64)
         self._shuffle = shuffle
-        # The indices of groups of blocks, for the batches of each. The planner and the consumer ask. Weights that change,
-        # repeats and lengths are looked at for one block at a time.
+        # The indices of groups of blocks, for the batches of each. The planner and the consumer ask. Weights that
+        # change, repeats and lengths are looked at for one block at a time.
         plain = isinstance(interleaving.shares, ConstantShares) and interleaving.tokens is None and not any(max_repeats)
         self._most_blocks: int = GROUP if plain else 1
         self._lock = threading.Lock()
@@ -501,7 +500,7 @@ class MixtureOrder(Lister):
         return found
 
     def _indices_of_group(self, epoch: int, block: int) -> tuple[int, Int64]:
-        """Return the first block of the group of a block, and the indices of the group: sources are permuted at once."""
+        """Return the first block of the group of a block, and the indices of the group, permuted at once."""
         size = min(1 << max(block.bit_length() - 1, 0), self._most_blocks)
         first = block - block % size
         with self._lock:
