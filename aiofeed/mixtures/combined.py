@@ -295,7 +295,9 @@ class MixedSource(_Combined, IndexedSource):
             Part(each.name, each.source.for_memory(nbytes * len(each.source) // len(self)), each.decode, each.together)
             for each in self.parts
         ]
-        return MixedSource(parts, self._adds_names, self._own, self.collate is not None)
+        found = MixedSource(parts, self._adds_names, self._own, self.collate is not None)
+        found.collate = self.collate  # by which the feeder knows its own
+        return found
 
     def load(self, places: int, /) -> bool:
         """Read the data that stay in memory; return whether all are there."""
