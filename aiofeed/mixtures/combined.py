@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from aiofeed.common.fingerprint import identity
-from aiofeed.common.parts import Parts, in_order
+from aiofeed.common.parts import in_order
 from aiofeed.kernel.core.faces import BaseSource, BuildsBatches, Exclusion
-from aiofeed.kernel.core.pytree import leaves
+from aiofeed.kernel.core.pytree import leaves, map_leaves
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Gathered, HostTensor, Traits
-from aiofeed.kernel.engine.fetch.collate import BatchBuilder, Positions, SampleList
+from aiofeed.kernel.engine.fetch.collate import CollateBatchBuilder, DefaultCollateBuilder, Positions, pick
 from aiofeed.kernel.runtime.cancellation import caught
 from aiofeed.kernel.sampling.progress import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.subset import IndexedSource, kind_of, names_of
-from aiofeed.mixtures.parts import At, Found, Keys, Part, check_forms, collated, form_of, may_fit, merged, text_of
+from aiofeed.mixtures.parts import Found, Group, Part, array_of, check_forms, form_of, may_fit, merged, text_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,170 +32,175 @@ if TYPE_CHECKING:
 class _Combined:
     """Sources whose samples are numbered one source after the other."""
 
-    def __init__(self, sources: Mapping[str, Any], names: bool) -> None:
-        self._names, self._sources = list(sources), list(sources.values())
-        self._parts = Parts(map(len, self._sources))
+    def _combine(self, parts: Sequence[Part], names: bool) -> None:
+        self.parts: list[Part] = list(parts)
         self._adds_names = names
+        self._sources: list[Any] = [part.source for part in parts]
+        self._starts: NDArray[np.int64] = np.cumsum([0, *map(len, self._sources)])
+        self._bounds: list[int] = self._starts.tolist()
+        self._numbers = np.min_scalar_type(len(parts))  # stable sorts of a small type are fast
 
     def __len__(self) -> int:
         """Return the number of samples of all sources."""
-        return len(self._parts)
+        return self._bounds[-1]
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """Return the number of the part of an index, and the index in it."""
+        number = bisect_right(self._bounds, index) - 1
+        return number, index - self._bounds[number]
+
+    def _groups(self, indices: Any, plan: BatchPlan | None = None) -> list[Group]:
+        """Return the samples of each part."""
+        rows = np.asarray(indices, np.int64)
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        order = np.argsort(numbers.astype(self._numbers), kind="stable")
+        firsts = np.flatnonzero(np.diff(numbers[order], prepend=-1)).tolist()
+        found = []
+        for first, stop in pairwise([*firsts, len(rows)]):
+            places = order[first:stop]
+            number = int(numbers[places[0]])
+            found.append(Group(number, places, rows[places] - self._starts[number], plan))
+        return found
 
     def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
-        """Return the lengths of the samples of all sources, if all know them."""
-        found = [each for source in self._sources if (each := source.lengths(unit)) is not None]
-        return np.concatenate(found) if len(found) == len(self._sources) else None
+        """Return the lengths of the samples of all sources, if these are known and no function changes samples."""
+        known = [source.lengths(unit) for source in self._sources if not any(part.decode for part in self.parts)]
+        return None if not known or any(each is None for each in known) else np.concatenate(known)
 
     def key(self, index: int, /) -> str:
         """Return the name of the source, and the sample's key in it."""
-        number, local = self._parts.find(index)
-        return f"{self._names[number]}: {self._sources[number].key(local)}"
+        number, local = self._find(index)
+        return f"{self.parts[number].name}: {self._sources[number].key(local)}"
 
 
-class CombinedSource(_Combined, IndexedSource):
-    """Sources of bytes, or of rows, as one; one ``decode=`` of the feeder is for all."""
+class MixedSource(_Combined, IndexedSource):
+    """Sources of any kinds as one.
+
+    Args:
+        parts: The sources.
+        names: Whether samples have the names of their sources.
+        own: Whether each source reads, gathers and decodes its samples as it does alone; otherwise one decoder is for
+            all: ``decode=`` of the feeder, or that which all of them have.
+        batches: Whether batches are gathered by each source that can do it.
+    """
 
     excluded: ClassVar[Sequence[Exclusion]] = (
         (("sources with different samples",), ("no decode=",), TypeError,
          "their samples do not fit into one batch: choose equal columns, make them alike with Mixture(decode={...}), "
          "or pass collate_fn="),
+        (("EncodedCache",), ("sources with decoders of their own",), TypeError,
+         "it keeps the bytes that a source reads: give the sources that are far away a cache of their own"),
     )  # fmt: skip
+    collate: Any = None
 
-    def __init__(self, parts: Sequence[Part], names: bool) -> None:
-        super().__init__({part.name: part.source for part in parts}, names)
-        self.parts: list[Part] = list(parts)
-        kinds = {source.traits.decode for source in self._sources}
+    def __init__(self, parts: Sequence[Part], names: bool, own: bool, batches: bool = False) -> None:
+        self._combine(parts, names)
+        self._own, self._reads = own, count()
+        sources, kinds = self._sources, {source.traits.decode for source in self._sources}
+        self.together: bool = batches and all(part.together for part in parts)
         self.traits: Traits = Traits(decode="needed" if len(kinds) > 1 else kinds.pop())
-        self.decoder: Any = self._sources[0].decoder
-        without = [part.name for part in parts if part.source.target is None]
-        if without and len(without) < len(parts):
+        self.decoder: Any = sources[0].decoder
+        if own:
+            self.traits = Traits(decode="none", rows=self.together)
+            self.decoder = None if self.together else MixedDecoder(self)
+            self.collate = MixedBatches(self) if batches else None
+            self.new_gathered: Any = self._new_gathered
+        else:
+            self._set_targets()
+        if all(source.version for source in sources):
+            self.version: Callable[[int], str] = self._version
+        if all(source.nbytes for source in sources):
+            self.nbytes: Callable[[int], int] = self._nbytes
+        if all(source.read_now for source in sources):
+            self.read_now: Callable[[Sequence[int]], Any] = self._read_now
+        shards = [source.shard_starts for source in sources]
+        if all(starts is not None for starts in shards):
+            firsts = [np.asarray(starts)[:-1] + first for starts, first in zip(shards, self._starts, strict=False)]
+            self.shard_starts: NDArray[np.int64] = np.concatenate([*firsts, [len(self)]])
+        self.reads_whole_shards: bool = any(source.reads_whole_shards for source in sources)
+        self.shards_at_once: int = max(source.shards_at_once for source in sources)
+        self.shards_per_read: int = max(source.shards_per_read for source in sources)
+
+    def _set_targets(self) -> None:
+        without = [part.name for part in self.parts if part.source.target is None]
+        if without and len(without) < len(self.parts):
             raise ValueError(
                 f"Mixture: the sources {without} have no targets, and the others have: give all of them, or pass "
                 f"Mixture(decode={{...}}), whose functions make samples alike"
             )
         self._has_targets = not without
-        if self._has_targets or names:
+        if self._has_targets or self._adds_names:
             self.target: Callable[[int], Any] | None = self._target
-        self._set_members()
 
-    def _set_members(self) -> None:
-        """Set the members that all sources have."""
-        if all(source.version for source in self._sources):
-            self.version: Callable[[int], str] = self._version
-        if all(source.nbytes for source in self._sources):
-            self.nbytes: Callable[[int], int] = self._nbytes
-        if all(source.read_now for source in self._sources):
-            self.read_now: Callable[[Sequence[int]], list[Any]] = self._read_now
-        shards = [source.shard_starts for source in self._sources]
-        if all(starts is not None for starts in shards):
-            firsts = [
-                np.asarray(starts)[:-1] + first for starts, first in zip(shards, self._parts.starts, strict=False)
-            ]
-            self.shard_starts: NDArray[np.int64] = np.concatenate([*firsts, [len(self)]])
-        self.reads_whole_shards: bool = any(source.reads_whole_shards for source in self._sources)
-        self.shards_at_once: int = max(source.shards_at_once for source in self._sources)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MixedSource, (self.parts, self._adds_names, self._own, self.collate is not None)
+
+    def __repr__(self) -> str:
+        return f"Mixture({', '.join(part.name for part in self.parts)})"
+
+    # --- what it is
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether samples of each source should be read before their batches begin."""
-        return self.shard_starts is not None and all(source.looks_ahead for source in self._sources)
-
-    def _nbytes(self, index: int, /) -> int:
-        number, local = self._parts.find(index)
-        found: int = self._sources[number].nbytes(local)
-        return found
-
-    def __repr__(self) -> str:
-        return f"Mixture({', '.join(self._names)})"
-
-    def structure(self) -> Mapping[str, Sequence[int] | None] | None:
-        """Return the columns of the first source."""
-        found: Mapping[str, Sequence[int] | None] | None = self._sources[0].structure()
-        return found
-
-    def facts(self, arguments: Any) -> Mapping[str, str]:
-        """Return whether the samples of two sources are known to differ."""
-        known = [(part.name, found) for part in self.parts if (found := part.described()) is not None]
-        (first, one), *others = known or [("", None)]
-        differ = next((each for each in others if not may_fit(one, each[1])), None)
-        if differ is None or arguments.collate_fn is not None:
-            return {}
-        words = f"Mixture of {first!r} with samples {text_of(one)} and {differ[0]!r} with {text_of(differ[1])}"
-        return {"sources with different samples": words}
-
-    def in_batches(self) -> BaseSource:
-        """Return the sources with batches that each of them gathers; itself if none does."""
-        gathers = not self.traits.items and all(part.in_batches().together for part in self.parts)
-        return MixedSource(self.parts, self._adds_names).in_batches() if gathers else self
-
-    def fingerprint(self) -> str:
-        """Identifies all sources, with their names."""
-        return digest(
-            *[
-                f"{name}={names_of(source, len(source))}"
-                for name, source in zip(self._names, self._sources, strict=True)
-            ]
-        )
-
-    def content_parts(self) -> list[Content]:
-        """Return those of all sources."""
-        return [part for source in self._sources for part in source.content_parts()]
-
-    def _version(self, index: int, /) -> str:
-        number, local = self._parts.find(index)
-        source = self._sources[number]
-        return f"{kind_of(source)} {source.version(local)}"
-
-    def _target(self, index: int, /) -> Any:
-        number, local = self._parts.find(index)
-        if not self._has_targets:
-            return self._names[number]
-        target = self._sources[number].target(local)
-        return (target, self._names[number]) if self._adds_names else target
-
-    def storage_statistics(self) -> StorageStatistics | None:
-        """Return the requests of all sources together."""
-        asked = [source.storage_statistics() for source in self._sources]
-        return StorageStatistics.joined([found for found in asked if found is not None])
-
-    async def read(self, index: int, /) -> Any:
-        """Read a sample."""
-        number, local = self._parts.find(index)
-        return await self._sources[number].read(local)
-
-    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
-        """Read several samples, those of each source together."""
-        return await self.read_planned(indices, None, range(len(indices)))
-
-    async def read_planned(self, indices: Sequence[int], plan: BatchPlan | None, places: Sequence[int]) -> list[Any]:
-        """``read_many`` for a batch that has the samples at ``places``."""
-        given = places
-
-        async def read_part(number: int, places: list[int], local: list[int]) -> tuple[list[int], Sequence[Any]]:
-            return places, await self._read_part(number, local, plan, [given[place] for place in places])
-
-        parts = [caught(read_part(number, *part)) for number, part in self._parts.group(indices).items()]
-        async with asyncio.TaskGroup() as group:
-            reads = [group.create_task(part) for part in parts]
-        for error in [error for _, error in (read.result() for read in reads) if error is not None]:
-            raise error
-        return in_order(len(indices), [read.result()[0] for read in reads])
-
-    async def _read_part(
-        self, number: int, local: Sequence[int], plan: BatchPlan | None, places: Sequence[int]
-    ) -> Sequence[Any]:
-        return await self.parts[number].read(local, plan, places)
+        """Whether samples should be read before their batches begin: those of any source that gathers by itself."""
+        ahead = [source.looks_ahead for source in self._sources]
+        return any(ahead) if self._own else self.shard_starts is not None and all(ahead)
 
     @property
     def answers_at_once(self) -> bool:
         """Whether every source does."""
         return all(source.answers_at_once for source in self._sources)
 
-    def _read_now(self, indices: Sequence[int], /) -> list[Any]:
-        groups = self._parts.group(indices).items()
-        return in_order(
-            len(indices), [(places, self._sources[number].read_now(local)) for number, (places, local) in groups]
-        )
+    @property
+    def gathered_bytes(self) -> float:
+        """Encoded bytes of a sample on average, as far as they are known."""
+        each = [source.gathered_bytes or (source.nbytes(0) if source.nbytes else 0) for source in self._sources]
+        return max(float(np.dot(np.diff(self._starts), each)) / len(self), 1.0)
+
+    def structure(self) -> Mapping[Any, Sequence[int] | None] | None:
+        """Return the columns of the first source, if they are those of its samples."""
+        others = self.parts[0].decode or (self._own and self._adds_names)
+        found: Mapping[Any, Sequence[int] | None] | None = None if others else self._sources[0].structure()
+        return found
+
+    def facts(self, arguments: Any) -> Mapping[str, str]:
+        """Return that sources have decoders, and whether the samples of two sources are known to differ."""
+        facts = {"sources with decoders of their own": repr(self)} if self._own else {}
+        known = [(part.name, found) for part in self.parts if (found := part.described()) is not None]
+        (first, one), *others = known or [("", None)]
+        differ = next((each for each in others if not may_fit(one, each[1])), None)
+        if differ is not None and arguments.collate_fn is None:
+            words = f"Mixture of {first!r} with samples {text_of(one)} and {differ[0]!r} with {text_of(differ[1])}"
+            facts["sources with different samples"] = words
+        return facts
+
+    def fingerprint(self) -> str:
+        """Identifies all sources, with their names."""
+        return digest(*[f"{part.name}={names_of(part.source, len(part.source))}" for part in self.parts])
+
+    def content_parts(self) -> list[Content]:
+        """Return those of all sources."""
+        return [part for source in self._sources for part in source.content_parts()]
+
+    def storage_statistics(self) -> StorageStatistics | None:
+        """Return the requests of all sources together."""
+        asked = [source.storage_statistics() for source in self._sources]
+        return StorageStatistics.joined([found for found in asked if found is not None])
+
+    def _nbytes(self, index: int, /) -> int:
+        number, local = self._find(index)
+        return self._sources[number].nbytes(local)  # type: ignore[no-any-return]
+
+    def _version(self, index: int, /) -> str:
+        number, local = self._find(index)
+        return f"{kind_of(self._sources[number])} {self._sources[number].version(local)}"
+
+    def _target(self, index: int, /) -> Any:
+        number, local = self._find(index)
+        if not self._has_targets:
+            return self.parts[number].name
+        target = self._sources[number].target(local)
+        return (target, self.parts[number].name) if self._adds_names else target
 
     async def open(self) -> None:
         """Open every source."""
@@ -207,77 +212,7 @@ class CombinedSource(_Combined, IndexedSource):
         for source in self._sources:
             await source.aclose()
 
-
-class MixedSource(CombinedSource):
-    """Sources of any kinds as one: each reads, gathers and decodes its samples as it does alone."""
-
-    traits: Traits = Traits(decode="none")
-    excluded: ClassVar[Sequence[Exclusion]] = (
-        *CombinedSource.excluded,
-        (("EncodedCache",), ("sources with decoders of their own",), TypeError,
-         "it keeps the bytes that a source reads: give the sources that are far away a cache of their own"),
-    )  # fmt: skip
-    collate: Any = None
-
-    def __init__(self, parts: Sequence[Part], names: bool) -> None:
-        _Combined.__init__(self, {part.name: part.source for part in parts}, names)
-        self.parts: list[Part] = list(parts)
-        self.decoder: MixedDecoder = MixedDecoder(self)
-        self.new_gathered: Any = partial(MixedGathered, self)
-        self._reads: Iterator[int] = count()
-        self._set_members()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _mixed, (self.parts, self._adds_names, self.collate is not None)
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether a source should be read before its batches begin."""
-        return any(source.looks_ahead for source in self._sources)
-
-    @property
-    def gathered_bytes(self) -> float:
-        """Encoded bytes of a sample on average, as far as they are known."""
-        known = [
-            len(source) * float(source.gathered_bytes or (source.nbytes(0) if source.nbytes else 0))
-            for source in self._sources
-        ]
-        return max(sum(known) / len(self), 1.0)
-
-    def facts(self, arguments: Any) -> Mapping[str, str]:
-        """Return that sources have decoders, and whether their samples are known to differ."""
-        return {**super().facts(arguments), "sources with decoders of their own": repr(self)}
-
-    def structure(self) -> Mapping[Any, Sequence[int] | None] | None:
-        """Return the columns of the first source, if they are those of its samples."""
-        return None if self._adds_names or self.parts[0].decode else super().structure()
-
-    def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
-        """Return the lengths of the samples of all sources, if none is decoded by a function of the user."""
-        return None if any(part.decode for part in self.parts) else super().lengths(unit)
-
-    def in_batches(self) -> BaseSource:
-        """Return the source of which batches are gathered by each source that can do it."""
-        return _mixed([part.in_batches() for part in self.parts], self._adds_names, True)
-
-    async def _read_part(
-        self, number: int, local: Sequence[int], plan: BatchPlan | None, places: Sequence[int]
-    ) -> Sequence[Any]:
-        return self._found(number, local, await super()._read_part(number, local, plan, places))
-
-    def _read_now(self, indices: Sequence[int], /) -> list[Any]:
-        groups = self._parts.group(indices).items()
-        read = [
-            (places, self._found(number, local, self._sources[number].read_now(local)))
-            for number, (places, local) in groups
-        ]
-        return in_order(len(indices), read)
-
-    def _found(self, number: int, local: Sequence[int], values: Sequence[Any]) -> list[Any]:
-        return [
-            value if isinstance(value, BaseException) else Found(number, index, value)
-            for index, value in zip(local, values, strict=True)
-        ]
+    # --- samples
 
     async def read(self, index: int, /) -> Any:
         """Read a sample."""
@@ -286,29 +221,127 @@ class MixedSource(CombinedSource):
             raise found
         return found
 
-    async def gather_ahead(self, indices: Any, targets: Any, run: Any, shard: int) -> None:
-        """Read samples of a shard of a source, or those of a source without shards in one batch."""
-        shard, number = divmod(shard, len(self.parts))
-        part, local = self.parts[number], np.asarray(indices) - self._parts.starts[number]
-        own = part.source
-        if own.new_gathered is not None and (own.gather_several or own.gather_ahead):
-            within = [target.within(number, places) for target, places in targets]
-            if own.gather_several is not None:
-                await own.gather_several({shard: within}, run)
-            elif own.gather_ahead is not None:
-                await own.gather_ahead(local, within, run, shard)
-            return
-        first, places = targets[0]
-        plan = None if part.source.looks_ahead else first.plan
-        values = iter(await self._read_part(number, local.tolist(), plan, places.tolist()))
-        for target, at in targets:
-            target.put(at.tolist(), values)
+    async def read_many(self, indices: Sequence[int], /) -> Sequence[Any]:
+        """Read several samples, those of each source together."""
+        return await self.read_planned(indices, None, range(len(indices)))
+
+    async def read_planned(
+        self, indices: Sequence[int], plan: BatchPlan | None, places: Sequence[int]
+    ) -> Sequence[Any]:
+        """``read_many`` for a batch that has the samples at ``places``."""
+        groups, given = self._groups(indices, plan), np.asarray(places)
+        reads = [caught(self.parts[each.number].read(each, given[each.places].tolist())) for each in groups]
+        for group, (values, error) in zip(groups, await _together(reads), strict=True):
+            if error is not None:
+                raise error
+            group.values = values
+        return self._result(groups, len(indices))
+
+    def _read_now(self, indices: Sequence[int], /) -> Sequence[Any]:
+        return self._result(self._groups_now(indices), len(indices))
+
+    def _groups_now(self, indices: Any) -> list[Group]:
+        groups = self._groups(indices)
+        for group in groups:
+            group.values = self.parts[group.number].read_now(group.local)
+        return groups
+
+    def _result(self, groups: Sequence[Group], count: int) -> Sequence[Any]:
+        if not self._own:
+            return in_order(count, [(group.places.tolist(), group.values) for group in groups])
+        found = MixedGathered(self, groups, count)
+        return found if self.together and not found.errors else list(found)
+
+    # --- reads ahead
+
+    def _new_gathered(self, indices: Any, memory: Any, plan: BatchPlan) -> MixedGathered:
+        found, needs = MixedGathered(self, self._groups(indices, plan), len(indices)), []
+        for number, group in found.groups.items():
+            source, at = self._sources[number], group.places
+            group.values, shards = [None] * len(at), np.full(len(at), next(self._reads))
+            if source.looks_ahead and source.shard_starts is not None:
+                shards = np.searchsorted(np.asarray(source.shard_starts), group.local, side="right")
+                if (new_gathered := source.new_gathered) is not None:
+                    positions = [plan.positions[place] for place in at.tolist()]
+                    own = replace(plan, indices=group.local.tolist(), positions=positions)
+                    group.values = new_gathered(group.local, memory, own)
+                    if group.values.shards is not None:
+                        at, shards = at[group.values.shards[0]], group.values.shards[1]
+            needs.append((at, shards * len(self.parts) + number))
+        places, numbers = (np.concatenate(each) for each in zip(*needs, strict=True))
+        found.shards = places, numbers
+        return found
+
+    async def gather_several(self, shards: Mapping[int, Any], run: Any) -> None:
+        """Read samples of shards of sources, and those of sources without shards, each in one batch."""
+        parts: dict[int, dict[int, Any]] = {}
+        for shard, targets in shards.items():
+            own, number = divmod(shard, len(self.parts))
+            groups = [(gathered.groups[number], places) for gathered, places in targets]
+            parts.setdefault(number, {})[own] = [(each, np.searchsorted(each.places, at)) for each, at in groups]
+        await _together([self.parts[number].gather(each, run) for number, each in parts.items()])
+
+    # --- batches
+
+    def in_batches(self) -> BaseSource:
+        """Return the sources with batches that each of them gathers; itself if one decoder is for all samples."""
+        parts = [part.in_batches() for part in self.parts]
+        gathers = self._own or all(part.together for part in parts)
+        return MixedSource(parts, self._adds_names, True, batches=True) if gathers else self
+
+    def for_memory(self, nbytes: int, /) -> MixedSource:
+        """Return the sources that may keep their data in memory, each its share of ``nbytes``."""
+        parts = [
+            Part(each.name, each.source.for_memory(nbytes * len(each.source) // len(self)), each.decode, each.together)
+            for each in self.parts
+        ]
+        found = MixedSource(parts, self._adds_names, self._own, self.collate is not None)
+        found.collate = self.collate  # by which the feeder knows its own
+        return found
+
+    def load(self, places: int, /) -> bool:
+        """Read the data that stay in memory; return whether all are there."""
+        shares = [-(-places * len(source) // len(self)) for source in self._sources]
+        loaded = [source.load(share) for source, share in zip(self._sources, shares, strict=True)]
+        return all(loaded)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether batches are gathered from memory by all sources."""
+        return self.together and all(part.in_memory for part in self.parts)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of the largest samples."""
+        return max(source.sample_bytes for source in self._sources)
+
+    def gathered(self, indices: NDArray[np.int64], memory: Any) -> list[NDArray[Any]]:
+        """Return the rows of each tensor of a batch, and which source each is from."""
+        groups = self._groups_now(indices)
+        self._form = self.collate.gathered(groups, memory)
+        numbers = [_numbers_of(groups)] if self._adds_names else []
+        return [*map(array_of, leaves(self._form)), *numbers]
+
+    def form_batch(self, rows: Sequence[Any]) -> Any:
+        """Return the batch of the tensors of rows."""
+        each = iter(rows)
+        batch = map_leaves(lambda _: next(each), self._form)
+        return self.collate.named(batch, rows[-1].tolist())
 
 
-def _mixed(parts: Sequence[Part], names: bool, batches: bool) -> MixedSource:
-    found = MixedSource(parts, names)
-    found.collate = MixedBatches(found) if batches else None
+def _numbers_of(groups: Sequence[Group]) -> NDArray[np.int64]:
+    found = np.empty(sum(len(group.places) for group in groups), np.int64)
+    for group in groups:
+        found[group.places] = group.number
     return found
+
+
+async def _together(coroutines: Sequence[Any]) -> list[Any]:
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each) for each in coroutines]
+    return [task.result() for task in tasks]
 
 
 class MixedDecoder:
@@ -319,7 +352,7 @@ class MixedDecoder:
         self.takes_seed: bool = any(part.takes_rng for part in source.parts)
 
     def __repr__(self) -> str:
-        return f"MixedDecoder({', '.join(self._source._names)})"
+        return f"MixedDecoder({', '.join(part.name for part in self._source.parts)})"
 
     def fingerprint(self) -> str:
         """Identifies the decoders of all sources."""
@@ -339,64 +372,63 @@ class MixedDecoder:
 
 
 class MixedGathered(Gathered):
-    """The samples of a batch, which each source reads ahead or gathers in its own way."""
+    """The samples of a batch, which each source reads or gathers in its own way."""
 
-    def __init__(self, source: MixedSource, indices: Any, memory: Any, plan: BatchPlan) -> None:
-        super().__init__(len(indices))
-        self.nbytes: int = 0
-        self.seconds: float = 0.0
-        self.cpu_seconds: float = 0.0
-        self.plan: BatchPlan = plan
+    def __init__(self, source: MixedSource, groups: Sequence[Group], count: int) -> None:
+        super().__init__(count)
         self._source = source
-        self._values: list[Any] = [None] * len(indices)
-        self._own: dict[int, tuple[NDArray[np.int64], Sequence[int], Gathered]] = {}
-        needs = []
-        for number, (places, local) in source._parts.group(np.asarray(indices).tolist()).items():
-            part, at = source.parts[number].source, np.array(places)
-            shards = np.full(len(local), next(source._reads))
-            if part.looks_ahead and part.shard_starts is not None:
-                shards = np.searchsorted(np.asarray(part.shard_starts), local, side="right")
-                if (new_gathered := part.new_gathered) is not None:
-                    positions = [plan.positions[place] for place in places]
-                    gathered = new_gathered(np.array(local), memory, replace(plan, indices=local, positions=positions))
-                    self._own[number] = at, local, gathered
-                    if gathered.shards is not None:
-                        at, shards = at[gathered.shards[0]], gathered.shards[1]
-            needs.append((at, shards * len(source.parts) + number))
-        at, shards = (np.concatenate(each) for each in zip(*needs, strict=True))
-        self.shards: tuple[NDArray[np.int64], NDArray[np.int64]] | None = (at, shards)
+        self.groups: dict[int, Group] = {group.number: group for group in groups}
+
+    def _own(self) -> list[Gathered]:
+        return [group.values for group in self.groups.values() if isinstance(group.values, Gathered)]
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Encoded bytes that sources which gather have read."""
+        return sum(each.nbytes for each in self._own())
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """What decoding them took."""
+        return sum(each.seconds for each in self._own())
+
+    @property
+    def cpu_seconds(self) -> float:  # type: ignore[override]
+        """What of that was processor time."""
+        return sum(each.cpu_seconds for each in self._own())
+
+    @property
+    def apart(self) -> bool:  # type: ignore[override]
+        """Whether samples are decoded one by one, or given to the user's ``collate_fn=``."""
+        return not self._source.together
 
     @property
     def errors(self) -> Mapping[int, Exception]:  # type: ignore[override]
         """The errors of all sources, by place."""
-        found = {at: value for at, value in enumerate(self._values) if isinstance(value, Exception)}
-        for places, _, gathered in self._own.values():
-            found |= {int(places[at]): error for at, error in gathered.errors.items()}
+        found = {}
+        for group in self.groups.values():
+            values = group.values
+            own = values.errors if isinstance(values, Gathered) else dict(enumerate(values))
+            found |= {int(group.places[at]): each for at, each in own.items() if isinstance(each, Exception)}
         return found
 
-    def within(self, number: int, places: NDArray[np.int64]) -> tuple[Gathered, NDArray[np.int64]]:
-        """Return what a source gathers, and these places of the batch in it."""
-        own, _, gathered = self._own[number]
-        return gathered, np.searchsorted(own, places)
-
-    def put(self, places: Sequence[int], values: Iterator[Any]) -> None:
-        """Store samples that were read."""
-        for place in places:
-            self._values[place] = next(values)
-
     def __iter__(self) -> Iterator[Any]:
-        values = list(self._values)
-        for number, (places, local, gathered) in self._own.items():
-            together = self._source.parts[number].together
-            samples = [At(gathered, at) for at in range(len(local))] if together else list(gathered)
-            for at, (place, sample) in enumerate(zip(places.tolist(), samples, strict=True)):
-                values[place] = gathered.errors.get(at) or (
-                    sample if isinstance(sample, Exception) else Found(number, local[at], sample)
-                )
-            self.nbytes += gathered.nbytes
-            self.seconds += gathered.seconds
-            self.cpu_seconds += gathered.cpu_seconds
-        return iter(values)
+        found: list[Any] = [None] * len(self)
+        for number, group in self.groups.items():
+            for place, at, value in zip(group.places.tolist(), group.local.tolist(), group.values, strict=True):
+                found[place] = value if isinstance(value, BaseException) else Found(number, at, value)
+        return iter(found)
+
+    def batch(self, lease: Any) -> tuple[Any, int]:
+        """Return the batch, in memory of a lease, and its bytes."""
+        groups, batches = [*self.groups.values()], self._source.collate
+        batch = batches.gathered(groups, lease)
+        numbers = _numbers_of(groups).tolist() if self._source._adds_names else ()
+        return batches.named(batch, numbers), _nbytes_of(batch)
+
+
+def _nbytes_of(batch: Any) -> int:
+    return sum(leaf.memory.nbytes for leaf in leaves(batch) if type(leaf) is HostTensor)
 
 
 class MixedBatches(BuildsBatches):
@@ -405,88 +437,112 @@ class MixedBatches(BuildsBatches):
     def __init__(self, source: MixedSource) -> None:
         self._source = source
 
-    def new_builder(self, plan: BatchPlan, lease: Any, /) -> BatchBuilder:
+    def new_builder(self, plan: BatchPlan, lease: Any, /) -> MixedBuilder:
         """Return a builder of a planned batch."""
-        return MixedBuilder(len(plan.indices), self._source, lease)
+        return MixedBuilder(len(plan.indices), self, lease)
 
-    def build(self, found: Sequence[Found], keys: Sequence[str], lease: Any) -> Any:
-        """Return the batch of samples.
+    def gathered(self, groups: Sequence[Group], lease: Any) -> Any:
+        """Return the batch of what sources have gathered, without names.
 
         Raises:
-            CollateError: Those of two sources do not fit together.
+            CollateError: The samples of two sources do not fit together.
         """
-        groups: dict[int, list[int]] = {}
-        for place, (number, _, _) in enumerate(found):
-            groups.setdefault(number, []).append(place)
-        parts, together, singly, forms = self._source.parts, [], [], []
-        for number, places in sorted(groups.items()):
+        parts = self._source.parts
+        batches = [parts[group.number].batch(group.values, lease) for group in groups]
+        firsts = [self._source.key(int(group.local[0] + self._source._starts[group.number])) for group in groups]
+        check_forms(
+            [
+                (parts[group.number].name, form_of(batch, 1), key)
+                for group, batch, key in zip(groups, batches, firsts, strict=True)
+            ]
+        )
+        return merged(batches, [group.places for group in groups], lease)
+
+    def build(self, found: Sequence[Found], keys: Sequence[str], lease: Any) -> Any:
+        """Return the batch of samples, of which some are gathered together; raises as ``gathered``."""
+        parts, groups = self._source.parts, dict[int, list[int]]()
+        for place, each in enumerate(found):
+            groups.setdefault(each.part, []).append(place)
+        batches, places, singly, forms = list[Any](), list[Any](), list[int](), []
+        for number, at in sorted(groups.items()):
+            first = form_of(found[at[0]].value)
             if parts[number].together:
-                batch = parts[number].batch([found[at] for at in places], Keys(keys, places), lease)
-                together.append((places, batch))
-                forms.append((parts[number].name, form_of(batch, 1), places[0]))
+                batches.append(parts[number].batch([found[place].value for place in at], lease))
+                places.append(at)
+                first = form_of(batches[-1], 1)
             else:
-                singly += places
-                forms.append((parts[number].name, form_of(found[places[0]].value), places[0]))
-        check_forms(forms, keys)
+                singly += at
+            forms.append((parts[number].name, first, keys[at[0]]))
+        check_forms(forms)
         if singly:
             singly.sort()
-            batch = collated([found[at].value for at in singly], Keys(keys, singly), lease)
-            together.append((singly, batch))
-        batch = together[0][1]
-        if len(together) > 1:
-            batch = merged([batch for _, batch in together], [places for places, _ in together], lease)
-        names = [parts[number].name for number, _, _ in found]
-        return _batch_with_names(batch, names) if self._source._adds_names else batch
+            builder = DefaultCollateBuilder(len(found), lease, may_keep=True)
+            for place in singly:
+                builder.put(place, found[place].value)
+            places.append(singly)
+            batches.append(builder.finish(keys, singly if batches else None))
+        return self.named(merged(batches, places, lease), [each.part for each in found])
+
+    def named(self, batch: Any, numbers: Sequence[int]) -> Any:
+        """Return a batch with the names of the sources of its samples, if they are wanted."""
+        if not self._source._adds_names:
+            return batch
+        names = [self._source.parts[number].name for number in numbers]
+        if isinstance(batch, Mapping):
+            return {**batch, "source": names}
+        return [*batch, tuple(names)] if isinstance(batch, list | tuple) else [batch, tuple(names)]
 
 
-class MixedBuilder(SampleList):
+class MixedBuilder(CollateBatchBuilder):
     """Builder of a batch of a mixture."""
 
-    def __init__(self, samples: int, source: MixedSource, lease: Any) -> None:
-        super().__init__(samples)
-        self._source, self._lease = source, lease
-        self.nbytes: int = 0
+    def __init__(self, samples: int, batches: MixedBatches, lease: Any) -> None:
+        super().__init__(samples, batches.build, lease, staged=True)  # type: ignore[arg-type]
+        self._batches = batches
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
-        samples = super()._build(keys, positions)
-        named = keys if positions is None else Keys(keys, positions)
-        self.samples: list[Any] = []
-        self.kept: list[Any] | None = None
-        assert self._source.collate is not None
-        batch = self._source.collate.build(samples, named, self._lease)
-        self.nbytes = sum(leaf.memory.nbytes for leaf in leaves(batch) if type(leaf) is HostTensor)
+        if self._gathered is not None:
+            return super()._build(keys, positions)
+        samples, self.samples, self.kept = pick(self.samples, positions), [], None
+        batch = self._batches.build(samples, keys if positions is None else pick(keys, positions), self._lease)
+        self.nbytes = _nbytes_of(batch)
         return batch
 
 
 class CombinedDatasets(FromDataset):
     """Datasets as one, called by as many threads as each of them allows."""
 
-    def __init__(self, parts: Mapping[str, FromDataset], names: bool) -> None:
-        given = {name: part.fingerprint() for name, part in parts.items()}
+    def __init__(self, parts: Sequence[Part], names: bool) -> None:
         self._items = CombinedDataset(parts, names)
+        given = {part.name: part.source.fingerprint() for part in parts}
         super().__init__(
             self._items,
-            threads=min((part.threads for part in parts.values() if part.threads), default="auto"),
+            threads=min((part.source.threads for part in parts if part.source.threads), default="auto"),
             setup=CombinedDataset.set_up,
             fingerprint=None if None in given.values() else digest(*[f"{name}={own}" for name, own in given.items()]),
         )
 
     def key(self, index: int, /) -> str:
         """Return the name of the source, and the sample's key in it."""
-        return self._items.key(index)
+        return self._items.key(self.named(index))
 
     def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
         """Return the lengths of the samples of all Datasets, if all are known."""
-        return self._items.lengths(unit)
+        found = self._items.lengths(unit)
+        return found if found is None or self.rows is None else found[self.rows]
+
+    def items(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples, those of each Dataset together."""
+        return super().items(indices) if self.rows is not None else self._items._items(indices)
 
 
 class CombinedDataset(_Combined):
     """The items of several datasets."""
 
-    def __init__(self, datasets: Mapping[str, FromDataset], names: bool) -> None:
-        self.datasets: dict[str, MapDataset[Any]] = {name: source.given for name, source in datasets.items()}
-        super().__init__(datasets, names)
-        if any(hasattr(source.given, "__getitems__") for source in self._sources):
+    def __init__(self, parts: Sequence[Part], names: bool) -> None:
+        self._combine(parts, names)
+        self.datasets: dict[str, MapDataset[Any]] = {part.name: part.source.given for part in parts}
+        if any(hasattr(dataset, "__getitems__") for dataset in self.datasets.values()):
             self.__getitems__: Callable[[Sequence[int]], list[Any]] = self._items
 
     def set_up(self) -> None:
@@ -494,29 +550,25 @@ class CombinedDataset(_Combined):
         for source in self._sources:
             source.set_up()
 
+    # A DiskCache knows the dataset by this code.
     def __getitem__(self, index: int) -> Any:
         """Return a sample."""
         return self._items([index])[0]
 
     def _items(self, indices: Sequence[int]) -> list[Any]:
-        found = []
-        for number, (places, local) in self._parts.group(indices).items():
-            items = self._sources[number].items(local)
-            found.append(
-                (places, [_with_name(item, self._names[number]) for item in items] if self._adds_names else items)
-            )
-        return in_order(len(indices), found)
+        if len(indices) == 1:
+            number, local = self._find(indices[0])
+            found = [self._sources[number].dataset[local]]
+            return [_with_name(found[0], self.parts[number].name)] if self._adds_names else found
+        groups = self._groups(indices)
+        for group in groups:
+            group.values = self._sources[group.number].items(group.local.tolist())
+            if self._adds_names:
+                group.values = [_with_name(item, self.parts[group.number].name) for item in group.values]
+        return in_order(len(indices), [(group.places.tolist(), group.values) for group in groups])
 
 
 def _with_name(item: Any, name: str) -> Any:
     if isinstance(item, Mapping):
         return {**item, "source": name}
-    if isinstance(item, tuple | list):
-        return (*item, name)
-    return (item, name)
-
-
-def _batch_with_names(batch: Any, names: list[str]) -> Any:
-    if isinstance(batch, Mapping):
-        return {**batch, "source": names}
-    return [*batch, tuple(names)] if isinstance(batch, list | tuple) else [batch, tuple(names)]
+    return (*item, name) if isinstance(item, tuple | list) else (item, name)

@@ -18,7 +18,7 @@ from aiofeed.kernel.core.validation import check_bool, check_positive_int, count
 from aiofeed.kernel.feeder.arguments import check_decoder
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.kernel.sources.subset import IndexedSource, Subset
-from aiofeed.mixtures.combined import CombinedDatasets, CombinedSource, MixedSource
+from aiofeed.mixtures.combined import CombinedDatasets, MixedSource
 from aiofeed.mixtures.mixture_order import (
     ChangingShares,
     ConstantShares,
@@ -389,34 +389,33 @@ def _parts_of(sources: Mapping[str, Any], decode: Any) -> list[Part]:
 def _combined(parts: Sequence[Part], names: bool) -> BaseSource:
     """Return the sources as one, whose indices count through them in order."""
     sources: list[Any] = [part.source for part in parts]
-    wholes = [source.whole if type(source) is Subset else source for source in sources]
-    if all(hasattr(type(whole), "joined") for whole in wholes) and not (names or any(part.decode for part in parts)):
-        first, *others = wholes
-        joined: BaseSource = first.joined(others)
-        if wholes == sources:
-            return joined
-        starts = accumulate(map(len, wholes), initial=0)
-        rows = [
-            start + (np.arange(len(whole)) if whole is source else source.rows)
-            for start, whole, source in zip(starts, wholes, sources, strict=False)
-        ]
-        return Subset(joined, np.concatenate(rows))
+    decoded = any(part.decode for part in parts)
+    if not (names or decoded) and (joined := _joined(sources)) is not None:
+        return joined
     items, kinds = [source.traits.items for source in sources], {source.traits.decode for source in sources}
-    if any(part.decode for part in parts) or any(items) > all(items):
-        return _mixed_source(parts, names)
-    if all(items):
-        return CombinedDatasets(dict(zip([part.name for part in parts], sources, strict=True)), names)
+    if all(items) and not decoded:
+        return CombinedDatasets(parts, names)
     # Their texts have all arguments that change a sample. What decodes rows of a batch together belongs to one source.
     alike = len({repr(source.decoder) for source in sources}) == 1 and not any(source.traits.rows for source in sources)
-    if "none" in kinds and not (len(kinds) == 1 and alike):
-        return _mixed_source(parts, names)
-    return CombinedSource(parts, names)
-
-
-def _mixed_source(parts: Sequence[Part], names: bool) -> MixedSource:
-    if encoded := [part.name for part in parts if part.source.traits.decode == "needed" and part.decode is None]:
+    own = decoded or any(items) or ("none" in kinds and not (len(kinds) == 1 and alike))
+    encoded = [part.name for part in parts if part.source.traits.decode == "needed" and part.decode is None]
+    if own and encoded:
         raise TypeError(
             f"Mixture: {encoded} are sources of encoded samples beside others that are decoded: pass "
             f"Mixture(decode={{{encoded[0]!r}: aiofeed.DecodeImage(size=224)}}), or another function for each"
         )
-    return MixedSource(parts, names)
+    return MixedSource(parts, names, own)
+
+
+def _joined(sources: list[Any]) -> BaseSource | None:
+    """Return sources, or parts of them, that the first one joins to itself; ``None``: it does not."""
+    wholes = [source.whole if type(source) is Subset else source for source in sources]
+    joined: BaseSource | None = wholes[0].joined(wholes[1:])
+    if joined is None or wholes == sources:
+        return joined
+    starts = accumulate(map(len, wholes), initial=0)
+    rows = [
+        start + (np.arange(len(whole)) if whole is source else source.rows)
+        for start, whole, source in zip(starts, wholes, sources, strict=False)
+    ]
+    return Subset(joined, np.concatenate(rows))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,15 +15,18 @@ from aiofeed.common.parts import in_order
 from aiofeed.kernel.core.errors import CollateError
 from aiofeed.kernel.core.faces import BaseSource, BoundDecoder, bind_decoder
 from aiofeed.kernel.core.formatting import kind_of
-from aiofeed.kernel.core.pytree import map_leaves
+from aiofeed.kernel.core.pytree import leaves, map_leaves
 from aiofeed.kernel.core.types import BatchPlan, Gathered, HostTensor, Row
-from aiofeed.kernel.engine.fetch.collate import DefaultCollateBuilder, RowBatchBuilder
-from aiofeed.kernel.runtime.buffers import BufferLease, array
+from aiofeed.kernel.engine.fetch.collate import RowBatchBuilder
+from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.kernel.runtime.cancellation import caught
-from aiofeed.kernel.runtime.tensors import as_array, as_tensor, is_plain, is_tensor
+from aiofeed.kernel.runtime.tensors import as_array, as_tensor, is_plain, is_tensor, tensor_of
 from aiofeed.kernel.runtime.time_limits import JobControl
 from aiofeed.kernel.sources.dataset import has_getitems
 from aiofeed.kernel.sources.dataset_slots import DatasetCalls, DatasetSlot
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class Found(NamedTuple):
@@ -33,24 +37,42 @@ class Found(NamedTuple):
     value: Any
 
 
-class At(NamedTuple):
-    """A sample at a place of what its part has gathered for a batch."""
+@dataclass(eq=False)
+class Group:
+    """The samples of a batch that are of one part.
 
-    gathered: Gathered
-    place: int
+    Args:
+        number: The number of the part.
+        places: Their places in the batch, int64, ascending.
+        local: Their indices in the part, int64.
+        plan: The plan of the batch; ``None``: unknown.
+        values: What was read of them, or the error of each.
+    """
+
+    number: int
+    places: NDArray[np.int64]
+    local: NDArray[np.int64]
+    plan: BatchPlan | None = None
+    values: Any = ()
 
 
-class Keys(Sequence[str]):
-    """The keys of the samples at some places; each is made when it is asked for."""
+class Rows(Gathered):
+    """Samples that a source gathers from memory."""
 
-    def __init__(self, keys: Sequence[str], places: Sequence[int]) -> None:
-        self._keys, self._places = keys, places
+    def __init__(self, source: BaseSource, local: NDArray[np.int64]) -> None:
+        super().__init__(len(local))
+        assert source.gathered is not None
+        self._source, self._local = source, local
+        self._rows = source.gathered(local, HostBufferPool(0))
 
-    def __len__(self) -> int:
-        return len(self._places)
+    def __iter__(self) -> Iterator[Any]:
+        assert self._source.read_now is not None
+        return iter(self._source.read_now(self._local.tolist()))
 
-    def __getitem__(self, at: Any) -> Any:
-        return self._keys[self._places[at]]
+    def batch(self, lease: BufferLease) -> tuple[Any, int]:
+        """Return the batch."""
+        rows = list(map(tensor_of, self._rows))
+        return rows if self._source.form_batch is None else self._source.form_batch(rows), 0
 
 
 class Part:
@@ -64,7 +86,7 @@ class Part:
     """
 
     def __init__(
-        self, name: str, source: BaseSource, decode: Callable[..., Any] | None = None, *, together: bool = False
+        self, name: str, source: BaseSource, decode: Callable[..., Any] | None = None, together: bool = False
     ) -> None:
         self.name: str = name
         self.source: BaseSource = source
@@ -73,11 +95,10 @@ class Part:
         own = source.decoder if source.traits.decode == "none" else None
         self.decoders: list[BoundDecoder] = [bind_decoder(each) for each in (own, decode) if each is not None]
         self.takes_rng: bool = any(decoder.takes_rng for decoder in self.decoders)
-        self.reads_now: bool = source.read_now is not None
         self._calls: DatasetCalls | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _part, (self.name, self.source, self.decode, self.together)
+        return Part, (self.name, self.source, self.decode, self.together)
 
     def in_batches(self) -> Part:
         """Return the part with samples that are gathered together, if it can."""
@@ -85,7 +106,8 @@ class Part:
         if self.decode is None and (row is None or self._gathers_rows):
             found = source.in_batches()
             known = None not in (source.structure() or {"": None}).values()  # no sparse rows
-            if self._gathers_rows or (source.traits.rows and found.collate is not None and known):
+            gathers = self._gathers_rows or (source.traits.rows and found.collate is not None and known)
+            if gathers and found.target is None:
                 return Part(self.name, found, together=True)
         return self
 
@@ -98,19 +120,64 @@ class Part:
         many = [decoder.decode_many_into for decoder in self.decoders if not decoder.takes_seed]
         return self.source.traits.rows and self._row is not None and many != [None]
 
+    @property
+    def _gathers_now(self) -> bool:
+        source = self.source
+        return self.together and source.gathered is not None and source.answers_at_once and not source.read_planned
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether batches are gathered from memory, as rows of tensors."""
+        if not self.together or self.source.gathered is None or not self.source.in_memory:
+            return False
+        # A table that will be read has them.
+        batch = Rows(self.source, np.zeros(1, np.int64)).batch(HostBufferPool(0)) if self._gathers_now else ()
+        return all(is_tensor(leaf) and len(leaf) == 1 for leaf in leaves(batch[:1]))
+
     # --- reading
 
-    async def read(self, indices: Sequence[int], plan: BatchPlan | None, places: Sequence[int]) -> Sequence[Any]:
-        """Return what is read of samples, or the error of each."""
-        source = self.source
+    async def read(self, group: Group, places: Sequence[int]) -> Sequence[Any]:
+        """Return what is read of samples, which are at ``places`` of their batch, or the error of each."""
+        source, indices = self.source, group.local.tolist()
+        if self._gathers_now:
+            return await asyncio.to_thread(self.read_now, group.local)
         if source.traits.items:
             return await self._call(indices)
-        if plan is not None and source.read_planned is not None:
-            return await source.read_planned(indices, plan, places)
+        if group.plan is not None and source.read_planned is not None:
+            return await source.read_planned(indices, group.plan, places)
         if source.read_many is not None:
             return await source.read_many(indices)
         singly = await asyncio.gather(*[caught(source.read(each)) for each in indices])
         return [sample if error is None else error for sample, error in singly]
+
+    def read_now(self, local: NDArray[np.int64]) -> Sequence[Any]:
+        """Read samples in the calling thread."""
+        assert self.source.read_now is not None
+        return Rows(self.source, local) if self._gathers_now else self.source.read_now(local.tolist())
+
+    async def gather(self, shards: Mapping[int, Sequence[tuple[Group, NDArray[np.int64]]]], run: Any) -> None:
+        """Read samples of shards ahead, or all of a batch: for each shard groups, and places in these."""
+        source, [(first, _), *_] = self.source, next(iter(shards.values()))
+        if not isinstance(first.values, Gathered):
+            for each in shards.values():
+                if not source.looks_ahead:
+                    [(group, _)] = each
+                    group.values = await self.read(group, group.places.tolist())
+                    continue
+                local = np.concatenate([group.local[at] for group, at in each])
+                values = iter(await self.read(Group(first.number, local, local), ()))
+                for group, at in each:
+                    for place in at.tolist():
+                        group.values[place] = next(values)
+            return
+        targets = {shard: [(group.values, at) for group, at in each] for shard, each in shards.items()}
+        if source.gather_several is not None:
+            await source.gather_several(targets, run)
+            return
+        assert source.gather_ahead is not None
+        for shard, each in shards.items():
+            local = np.concatenate([group.local[at] for group, at in each])
+            await source.gather_ahead(local, targets[shard], run, shard)
 
     async def _call(self, indices: Sequence[int]) -> list[Any]:
         """Request the items of a ``Dataset`` in a thread, as soon as its ``threads=`` allow."""
@@ -159,30 +226,17 @@ class Part:
         sample = value if is_tensor(value) else map_leaves(_tensor, value)
         return sample if target is None else (sample, target(found.at))
 
-    def batch(self, found: Sequence[Found], keys: Sequence[str], lease: BufferLease) -> Any:
+    def batch(self, values: Sequence[Any], lease: BufferLease) -> Any:
         """Return a batch of samples that are gathered together."""
-        values: Any = [each.value for each in found]
-        if type(values[0]) is At:
-            # With in_order="samples" those of several chunks come together.
-            every = {id(value.gathered): value.gathered for value in values}
-            gathered = values[0].gathered
-            if len(every) == 1 and [value.place for value in values] == list(range(len(gathered))):
-                values = gathered
-            else:
-                samples = {number: list(each) for number, each in every.items()}
-                values = [samples[id(value.gathered)][value.place] for value in values]
-        if self._row is not None:
-            builder = RowBatchBuilder(self._row, len(found), lease, targets=False)
-            self.decoders[-1].decode_many_into(values, builder.rows, None)  # type: ignore[misc]
-            batch = builder.finish(keys)
-        elif isinstance(values, Gathered):
-            batch, _ = values.batch(lease)
-        else:
+        if isinstance(values, Gathered) and (type(values) is Rows or not self._gathers_rows):
+            return values.batch(lease)[0]
+        if not self._gathers_rows:
             assert self.source.collate is not None
-            batch = self.source.collate(values)
-        if (target := self.source.target) is None:
-            return batch
-        return [batch, collated([target(each.at) for each in found], keys, lease)]
+            return self.source.collate(list(values))
+        assert self._row is not None
+        builder = RowBatchBuilder(self._row, len(values), lease, targets=False)
+        self.decoders[-1].decode_many_into(values, builder.rows, None)  # type: ignore[misc]
+        return builder.finish(())
 
     def described(self) -> Any:
         """Return what is known of its samples: a dict, a list of parts or a leaf; ``None``: only decoding tells."""
@@ -199,10 +253,6 @@ class Part:
         return found if self.source.target is None or takes else [found, None]
 
 
-def _part(name: str, source: BaseSource, decode: Any, together: bool) -> Part:
-    return Part(name, source, decode, together=together)
-
-
 def _tensor(leaf: Any) -> Any:
     """Return an array or a number as a tensor, of the dtype that ``default_collate`` gives it; others as they are."""
     if isinstance(leaf, int | float | np.generic):
@@ -210,14 +260,6 @@ def _tensor(leaf: Any) -> Any:
     if type(leaf) is np.ndarray and is_plain(leaf.dtype):
         return as_tensor(HostTensor(leaf if leaf.flags.writeable else leaf.copy()))
     return leaf
-
-
-def collated(samples: Sequence[Any], keys: Sequence[str], lease: BufferLease) -> Any:
-    """Return the batch of samples by the rules of ``default_collate``."""
-    builder = DefaultCollateBuilder(len(samples), lease, may_keep=True)
-    for position, sample in enumerate(samples):
-        builder.put(position, sample)
-    return builder.finish(keys)
 
 
 # --- what fits together
@@ -257,9 +299,16 @@ def may_fit(one: Any, other: Any) -> bool:
     return all(map(may_fit, one, other))
 
 
+def array_of(leaf: Any) -> Any:
+    """Return the array of a leaf of a batch; ``None`` if it has none."""
+    return leaf.memory if type(leaf) is HostTensor and leaf.axes is leaf.torch_dtype is None else as_array(leaf)[0]
+
+
 def merged(batches: Sequence[Any], places: Sequence[Sequence[int]], lease: BufferLease) -> Any:
     """Return one batch of the batches of several parts, which fit together and whose samples have these places."""
     first = batches[0]
+    if len(batches) == 1:
+        return first
     if isinstance(first, Mapping):
         return {name: merged([batch[name] for batch in batches], places, lease) for name in first}
     if isinstance(first, list | tuple) and _kind(first) != "texts":
@@ -267,21 +316,20 @@ def merged(batches: Sequence[Any], places: Sequence[Sequence[int]], lease: Buffe
     count = sum(map(len, places))
     if isinstance(first, list | tuple):
         return type(first)(in_order(count, zip(places, batches, strict=True)))
-    arrays = [as_array(as_tensor(batch) if type(batch) is HostTensor else batch) for batch in batches]
-    (memory, torch_dtype), kinds = arrays[0], {(each.dtype, name) for each, name in arrays if each is not None}
-    if len(kinds) > 1 or memory is None:
-        import torch
+    arrays = list(map(array_of, batches))
+    if len({None if each is None else each.dtype for each in arrays}) == 1 and arrays[0] is not None:
+        out = array(lease, (count, *arrays[0].shape[1:]), arrays[0].dtype)
+        for part, at in zip(arrays, places, strict=True):
+            out[at] = part
+        return HostTensor(out, pinned=lease.pinned)
+    import torch
 
-        tensors = [as_tensor(batch) if type(batch) is HostTensor else batch for batch in batches]
-        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])  # as torch.stack does
-        found = torch.empty((count, *tensors[0].shape[1:]), dtype=dtype)
-        for tensor, at in zip(tensors, places, strict=True):
-            found[torch.as_tensor(at)] = tensor.to(dtype)
-        return found
-    out = array(lease, (count, *memory.shape[1:]), memory.dtype)
-    for (part, _), at in zip(arrays, places, strict=True):
-        out[np.asarray(at)] = part
-    return HostTensor(out, torch_dtype=torch_dtype, pinned=lease.pinned)
+    tensors = [as_tensor(batch) if type(batch) is HostTensor else batch for batch in batches]
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])  # as torch.stack does
+    found = torch.empty((count, *tensors[0].shape[1:]), dtype=dtype)
+    for tensor, at in zip(tensors, places, strict=True):
+        found[torch.as_tensor(at)] = tensor.to(dtype)
+    return found
 
 
 def _kind(batch: Any) -> Any:
@@ -308,13 +356,13 @@ def form_of(sample: Any, axes: int = 0) -> Any:
     return "text" if isinstance(found, str | bytes) else kind_of(found)
 
 
-def check_forms(forms: Sequence[tuple[str, Any, int]], keys: Sequence[str]) -> None:
-    """Raise ``CollateError`` if samples of two parts differ; each is given as part, form and the place of a sample."""
+def check_forms(forms: Sequence[tuple[str, Any, str]]) -> None:
+    """Raise ``CollateError`` if samples of two parts differ; each is given as part, form and the key of a sample."""
     one = forms[0]
     for other in forms:
         if not may_fit(one[1], other[1]):
             raise CollateError(
                 f"the samples of a batch do not fit together: those of {one[0]!r} are {text_of(one[1])}, those of "
-                f"{other[0]!r} {text_of(other[1])} ({keys[one[2]]!r} and {keys[other[2]]!r}); make them alike with "
+                f"{other[0]!r} {text_of(other[1])} ({one[2]!r} and {other[2]!r}); make them alike with "
                 f"Mixture(decode={{...}}), or pass collate_fn="
             )

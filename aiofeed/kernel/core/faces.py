@@ -277,6 +277,13 @@ class BaseSource(Declares):
         """
         return self
 
+    def joined(self, others: Sequence[Any], /) -> BaseSource | None:
+        """Return the source of its samples and, behind them, those of others, if it gathers all; ``None``: it does not.
+
+        Wrappers do not pass this on.
+        """
+        return None
+
     def order(self, seed: int, *, shuffle: bool, excluded: NDArray[np.int64] | None = None) -> Any:
         """Return the ``Lister`` of a source that is ``ordered``, without samples that are excluded."""
         raise NotImplementedError
@@ -305,8 +312,8 @@ BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_
 _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
     "form_batch", "feeder", "source_names", "lengths", "structure", "adopted", "as_samples", "in_batches",
-    "for_neighbours", "in_pieces", "order", "draws", "new_order", "gathers_on_device", "check_room", "for_memory",
-    "load",
+    "for_neighbours", "in_pieces", "joined", "order", "draws", "new_order", "gathers_on_device", "check_room",
+    "for_memory", "load",
 })
 # fmt: on
 
@@ -319,7 +326,9 @@ def passes_on(kind: SourceT) -> SourceT:
 
     A method ``_passed(self, name, member)`` changes a member for the wrapper; a class may do without.
     """
-    for name in (face_members(BaseSource) | face_members(Declares)) - vars(kind).keys() - {"adopted", "for_memory"}:
+    for name in (
+        (face_members(BaseSource) | face_members(Declares)) - vars(kind).keys() - {"adopted", "for_memory", "joined"}
+    ):
         setattr(kind, name, default(partial(_passed, name)))
     return kind
 
