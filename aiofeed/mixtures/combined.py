@@ -326,7 +326,7 @@ class MixedSource(_Combined, IndexedSource):
         """Return the batch of the tensors of rows."""
         each = iter(rows)
         batch = map_leaves(lambda _: next(each), self._form)
-        return self.collate.named(batch, rows[-1].tolist())
+        return self.collate.named(batch, rows[-1].tolist() if self._adds_names else ())
 
 
 def _numbers_of(groups: Sequence[Group]) -> NDArray[np.int64]:
