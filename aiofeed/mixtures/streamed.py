@@ -23,7 +23,7 @@ from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.subset import names_of
 from aiofeed.mixtures.combined import MixedBatches, MixedDecoder
 from aiofeed.mixtures.mixture_order import BLOCK, NEVER, ConstantShares, Interleaving, ShareBlocks
-from aiofeed.mixtures.parts import Found, Part
+from aiofeed.mixtures.parts import Found, Group, Part
 from aiofeed.plans.length_plans import LengthPlan
 from aiofeed.streams.stream import Stream
 from aiofeed.streams.stream_epochs import ItemNumber, Shard, StreamOrder, items_of
@@ -69,6 +69,7 @@ class StreamedMixture(Stream):
         self.parts: list[Part] = [*parts]
         self._names = [part.name for part in parts]
         self._adds_names, self._drawing = names, drawing
+        self.source_names: Sequence[str] = self._names if names else ()
         streams = {part.name: part.source for part in parts if isinstance(part.source, Stream)}
         for name, stream in streams.items():
             if isinstance(stream._make, AsyncIterable):
@@ -136,7 +137,11 @@ class StreamedMixture(Stream):
             groups.setdefault(found.part, []).append(place)
         for number, places in groups.items():
             part, local = self.parts[number], [items[place].at for place in places]
-            for place, value in zip(places, await part.read(local, None, places), strict=True):
+            if isinstance(part.source, Stream):
+                values: Sequence[Any] = await part.source.read_many(local)
+            else:
+                values = await part.read(Group(number, np.array(places), np.array(local)), places)
+            for place, value in zip(places, values, strict=True):
                 items[place] = value if isinstance(value, BaseException) else items[place]._replace(value=value)
         return items
 
