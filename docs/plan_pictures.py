@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/batches.md from the batches of real feeders.
+"""Draws the pictures of docs/batches.md and docs/mixtures.md from the batches of real feeders.
 
     python docs/plan_pictures.py
 
@@ -22,6 +22,8 @@ Piece: TypeAlias = "tuple[int, str]"
 """Tokens and their colour."""
 Row: TypeAlias = "list[Piece]"
 """A row of a batch: a padded sample is one piece, a packed row has a piece per document."""
+Shares: TypeAlias = "dict[str, float]"
+"""The share of each source."""
 
 WIDTH, SHOWN, MARGIN = 420, 560, 8
 """Units of a picture, few enough for a telephone; its width in pixels on a larger screen; the space at both sides."""
@@ -39,6 +41,8 @@ CONTEXT = 100
 # The quantiles of a log-normal distribution.
 LENGTHS = [round(24 * math.exp(0.6 * NormalDist().inv_cdf((number + 0.5) / 32))) for number in range(32)]
 SIZES, WEIGHTS = {"web": 400, "books": 120, "code": 60}, {"web": 0.55, "books": 0.3, "code": 0.15}
+TOKENS = {"web": 60, "books": 400, "code": 120}
+"""The tokens of a middling document of each source."""
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str) -> str:
@@ -155,6 +159,59 @@ def mixture() -> str:
     return svg(title, low + 52, shapes)
 
 
+def shares() -> str:
+    """The sources' shares so far, of samples and of tokens, in a mixture by samples and in one by tokens."""
+    lengths = {name: [round(middle * length / 24) for length in LENGTHS] for name, middle in TOKENS.items()}
+    shapes, books, drawn, high, dashes = [], [], 600, 84, 'stroke="#fff" stroke-dasharray="4 3"'
+    for number, (name, colour) in enumerate(zip(WEIGHTS, COLOURS, strict=False)):
+        shapes += [rect(MARGIN + 70 * number, 47, 16, 9, colour), text(MARGIN + 22 + 70 * number, 56, name)]
+    for row, unit in enumerate(("samples", "tokens")):
+        mixed = aiofeed.Mixture(lengths, WEIGHTS, until=drawn, names=True, unit=unit, lengths=lengths)
+        with aiofeed.Feeder(mixed, batch_size=8, shuffle=True, collate_fn=list, shard=None) as feeder:
+            samples = [sample for batch in feeder for sample in batch]
+        for column, counted in enumerate(("samples", "tokens")):
+            sizes = [(name, length if counted == "tokens" else 1) for length, name in samples]
+            place = MARGIN + column * 212, 96 + row * (high + 42), 150, high
+            shapes.append(text(place[0], place[1] - 8, f'unit="{unit}": {counted} so far'))
+            areas, ends = stacked(sizes, *place)
+            shapes += areas
+            books.append(ends["books"])
+            edge = 0.0
+            for weight in [*WEIGHTS.values()][:-1]:
+                edge += weight
+                shapes.append(f'<path d="M{place[0]} {place[1] + high * edge:g}h150" {dashes}/>')
+    words = f"From left to right: {drawn} samples. Dashed: the weights {', '.join(map(str, WEIGHTS.values()))}."
+    bottom = 96 + 2 * (high + 42) - 16
+    shapes.append(text(MARGIN, bottom, words))
+    title = f"Long books with weight 0.3: by samples {books[1]:.0%} of the tokens, by tokens {books[3]:.0%}"
+    return svg(title, bottom + MARGIN + 4, shapes)
+
+
+def stacked(
+    sizes: Sequence[tuple[str, int]], x: float, top: float, wide: float, high: float
+) -> tuple[list[str], Shares]:
+    """Areas of the sums so far of each source as shares of the height, with the shares at the end."""
+    sums, lines = dict.fromkeys(WEIGHTS, 0), dict.fromkeys(WEIGHTS, "")
+    for number, (name, size) in enumerate(sizes, 1):
+        sums[name] += size
+        if number < 8 or number % 8 == 0:
+            below = 0.0
+            for each, amount in sums.items():
+                below += amount / sum(sums.values())
+                lines[each] += f"L{x + wide * number / len(sizes):.5g} {top + high * below:.4g}"
+    # Each area reaches from the upper edge to its line; those above it cover the rest.
+    colours = reversed([*zip(WEIGHTS, COLOURS, strict=False)])
+    shapes = [f'<path d="M{x} {top}{lines[name]}V{top}z" fill="{colour}"/>' for name, colour in colours]
+    ends = {name: amount / sum(sums.values()) for name, amount in sums.items()}
+    # The texts from below, so that they do not touch.
+    below, last = top + high, top + high + 16
+    for share in reversed(ends.values()):
+        last = min(below - high * share / 2 + 4, last - 14)
+        below -= high * share
+        shapes.append(text(x + wide + 4, last, f"{share:.0%}"))
+    return shapes, ends
+
+
 def balanced() -> str:
     """The cost of each of 8 ranks in the first steps of two plans, as a bar from 0."""
     lengths = [round(400 * math.exp(0.7 * NormalDist().inv_cdf((number + 0.5) / 2000))) for number in range(2000)]
@@ -200,6 +257,7 @@ def pictures() -> dict[str, str]:
         "batches-balanced.svg": balanced(),
         "batches-packed.svg": packed(),
         "batches-mixture.svg": mixture(),
+        "mixtures-shares.svg": shares(),
     }
 
 

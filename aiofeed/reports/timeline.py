@@ -113,13 +113,14 @@ def write_timeline(
 def lanes_of(events: Sequence[Event]) -> list[Lane]:
     """Return the lanes of events that are sorted by their begin. Reads that overlap get lanes of their own."""
 
-    def name_of(event: Event) -> tuple[int, str]:
+    def name_of(event: Event) -> tuple[int, int, str]:
         # Batches are put together in decode threads; waits and steps alternate in one lane.
         what = {"collate": "decode", "wait": "step"}.get(event[0], event[0])
-        return [*COLOURS].index(what), event[1].replace("aiofeed-", "")
+        name = event[1].replace("aiofeed-", "")
+        return [*COLOURS].index(what), len(name), name  # decode-2 before decode-10
 
     lanes: list[Lane] = []
-    for (_, name), grouped in groupby(sorted(events, key=lambda event: (name_of(event), event[2])), name_of):
+    for (_, _, name), grouped in groupby(sorted(events, key=lambda event: (name_of(event), event[2])), name_of):
         rows: list[list[Event]] = []
         for event in grouped:
             # Within the same lane a collate may lie at the end of its decode job.

@@ -338,6 +338,20 @@ def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
 
 
 @pytest.mark.slow
+def test_three_kinds_are_mixed_by_tokens() -> None:
+    """The loss of each source falls, the tokens are shared by the weights, and the resumed training loses no batch."""
+    pytest.importorskip("pyarrow")
+    output = run_fresh("three_kinds.py", "--steps", "40")
+    for name, share in (("docs", 50), ("code", 30), ("help", 20)):
+        first, second = re.findall(
+            rf"^  {name}: \d+ samples, (\d+)% of the tokens, loss ([\d.]+)$", output, re.MULTILINE
+        )
+        assert float(second[1]) < float(first[1]) - 0.3
+        assert all(abs(int(found) - share) <= 1 for found in (first[0], second[0]))
+    assert "uninterrupted training: True" in output
+
+
+@pytest.mark.slow
 def test_segmentation_learns_the_masks(run: Callable[..., str]) -> None:
     """The loss falls, objects are found, and the boxes are on their objects."""
     pytest.importorskip("skimage")

@@ -1,4 +1,4 @@
-"""The pictures of docs/batches.md: the files equal what docs/plan_pictures.py draws, and the page describes them."""
+"""The pictures of docs/batches.md and docs/mixtures.md are what docs/plan_pictures.py draws, and have descriptions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
+PAGES = ("batches", "mixtures")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -30,7 +31,7 @@ def pictures(script: dict[str, Any]) -> dict[str, str]:
 
 def test_committed_pictures_equal_the_drawn_ones(pictures: dict[str, str]) -> None:
     """After a change of a plan, `python docs/plan_pictures.py` draws them again."""
-    assert sorted(pictures) == sorted(path.name for path in DOCS.glob("batches-*.svg"))
+    assert sorted(pictures) == sorted(path.name for page in PAGES for path in DOCS.glob(f"{page}-*.svg"))
     for file, drawn in pictures.items():
         assert (DOCS / file).read_text(encoding="utf-8") == drawn, file
 
@@ -48,11 +49,27 @@ def test_pictures_are_small_and_load_nothing(pictures: dict[str, str]) -> None:
 
 
 def test_alt_texts_are_the_titles(pictures: dict[str, str]) -> None:
-    """The page shows each picture once, with the figures of its title as the text for readers who do not see it."""
-    images = re.findall(r"!\[([^]]*)\]\((batches-[\w-]+\.svg)\)", (DOCS / "batches.md").read_text(encoding="utf-8"))
+    """The pages show each picture once, with the figures of its title as the text for readers who do not see it."""
+    pages = "".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
+    images = re.findall(r"!\[([^]]*)\]\(((?:batches|mixtures)-[\w-]+\.svg)\)", pages)
     titles = {file: ElementTree.fromstring(drawn).findtext(SVG + "title") for file, drawn in pictures.items()}
     assert {file: alt for alt, file in images} == titles
     assert len(images) == len(titles)
+
+
+def test_areas_are_the_shares_so_far(script: dict[str, Any]) -> None:
+    """The lower edge of each source's area is the sum of the shares down to it, at each of the first samples."""
+    sizes = [("web", 1), ("books", 3), ("code", 4)]
+    areas, ends = script["stacked"](sizes, 10, 20, 30, 80)
+    assert ends == {"web": 1 / 8, "books": 3 / 8, "code": 4 / 8}
+    edges = [re.findall(r"L([\d.]+) ([\d.]+)", area) for area in areas[:3]]
+    expected = {
+        "code": [("20", "100"), ("30", "100"), ("40", "100")],
+        "books": [("20", "100"), ("30", "100"), ("40", "60")],
+        "web": [("20", "100"), ("30", "40"), ("40", "30")],
+    }
+    assert edges == [*expected.values()]
+    assert [re.sub("<.*?>", "", text) for text in areas[3:]] == ["50%", "38%", "12%"]
 
 
 def test_a_block_shows_its_tokens_and_padding(script: dict[str, Any]) -> None:

@@ -361,6 +361,13 @@ def test_lanes_do_not_overlap() -> None:
         assert all(first[3] <= second[2] for first, second in pairwise(lane.events))
 
 
+def test_lanes_are_in_the_order_of_their_numbers() -> None:
+    """Thread 2 comes before thread 10, and the training is the last lane."""
+    events: list[Event] = [("decode", f"aiofeed-decode-{n}", n, n + 1, n, 1, 1) for n in range(12)]
+    events.append(("step", "training", 3.0, 4.0, 0, 1, 0))
+    assert [lane.name for lane in lanes_of(events)] == [*(f"decode-{n}" for n in range(12)), "training"]
+
+
 @pytest.mark.parametrize("seconds", [1e-6, 0.003, 0.9, 1.0, 7.0, 99.0, 12345.0])
 def test_the_axis_has_round_numbers(seconds: float) -> None:
     """Five to ten of them, or up to thirteen."""
