@@ -49,7 +49,7 @@ async def test_views(reader):
     """Large ranges may be views of one request's bytes; small ones never keep what was received with them."""
     # A small range alone, a small and a large one that one request reads, and one of several parts.
     starts, ends = [0, 1 << 20, (1 << 20) + 5, PART_BYTES], [9, (1 << 20) + 7, 3 << 20, 3 * PART_BYTES]
-    found = await reader.read_ranges("big", starts, ends, views=True)
+    found = await reader.read_views("big", starts, ends)
     assert [bytes(data) for data in found] == [BIG[start:end] for start, end in zip(starts, ends, strict=True)]
     assert type(found[0]) is bytes
     if not reader.is_local:
