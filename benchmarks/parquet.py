@@ -98,7 +98,8 @@ def rows_in(batch: dict[str, Any]) -> int:
 def table(
     paths: list[str], shuffle: Any, batch: int, least_s: float, port: int | None = None
 ) -> AbstractContextManager[Measure]:
-    source = aiofeed.Table(paths, options=None if port is None else options_of(port))
+    # Row groups are the question: so small a table would be read into memory.
+    source = aiofeed.Table(paths, in_memory=False, options=None if port is None else options_of(port))
     return fed(aiofeed.Feeder(source, batch_size=batch, shuffle=shuffle), rows_in, least_s=least_s)
 
 

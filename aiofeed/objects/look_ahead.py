@@ -128,10 +128,10 @@ class LookAhead:
         """Return the bytes of samples that are needed soon, and of all that are noted."""
         shard_bytes = self._shard_bytes
         if not self._whole:
-            # It grows with the bytes read, so that the first batch does not wait for all of it. If the samples of the
-            # noted shards are so near that reads join them, all of these are noted: what is between is read anyway.
+            # It grows with the bytes read, so that the first batch does not wait for all of it. If what is gathered of
+            # the noted shards is so near that reads join it, all of it is noted: what is between is read anyway.
             limit, noted_bytes = min(self._limit_bytes, GROWTH * given_bytes), len(upcoming._groups) * shard_bytes
-            joins = limit * GAP_BYTES >= self._sample_bytes * noted_bytes
+            joins = self.gathers and limit * GAP_BYTES >= self._sample_bytes * noted_bytes
             return limit / SOON, min(self._limit_bytes, max(limit, noted_bytes)) if joins else limit
         # Of shards that are read whole, those that the threads decode now and next, and all samples of these. The last
         # ones come when as many shards are read as one plan has samples of. Large shards are read one ahead, whatever

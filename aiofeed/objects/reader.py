@@ -204,14 +204,8 @@ class ObjectReader:
         return body
 
     async def read_ranges(
-        self,
-        key: str,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        *,
-        info: ObjectInfo | None = None,
-        views: bool = False,
-    ) -> list[Any]:
+        self, key: str, starts: Sequence[int], ends: Sequence[int], *, info: ObjectInfo | None = None
+    ) -> list[bytes]:
         """Return the bytes from each start up to its end. Ranges that are close together are read by one request.
 
         Args:
@@ -219,13 +213,18 @@ class ObjectReader:
             starts: The first byte of each range.
             ends: The byte after the last one of each range.
             info: What ``head`` returned for the object.
-            views: Whether large ranges may be memoryviews of what was received, and of what lies between them.
 
         Raises:
             ValueError: A range ends before it starts.
             OSError: As in ``head``; or the object ends before a range does, or it was replaced since ``head`` or
                 between two parts.
         """
+        return list(map(bytes, await self.read_views(key, starts, ends, info=info)))
+
+    async def read_views(
+        self, key: str, starts: Sequence[int], ends: Sequence[int], *, info: ObjectInfo | None = None
+    ) -> list[Any]:
+        """Like ``read_ranges``; large ranges may be memoryviews of what was received, also between them."""
         if self._folder is not None:
             ranges, etag = list(zip(starts, ends, strict=True)), None if info is None else info.etag
             return await asyncio.to_thread(read_ranges, self.url(key), ranges, etag)
@@ -237,13 +236,10 @@ class ObjectReader:
             buffers = await self._read_parts(key, joined, expected)
         data: list[Any] = [b""] * len(starts)
         for part, buffer in zip(joined, buffers, strict=True):
-            view, first, copied = memoryview(buffer), part.start, not views or len(buffer) < OWN_BYTES
-            if copied and len(part.members) == 1:
-                data[part.members[0]] = bytes(buffer)
-                continue
+            view, first = memoryview(buffer), part.start
             for at in part.members:
                 found = view[starts[at] - first : ends[at] - first]
-                data[at] = bytes(found) if copied else found
+                data[at] = bytes(found) if len(buffer) < OWN_BYTES else found
         return data
 
     async def list(self, prefix: str = "") -> AsyncIterator[Page]:

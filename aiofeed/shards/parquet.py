@@ -165,6 +165,7 @@ class ParquetRows(Shards):
 
     async def _footer(self, shard: Shard) -> tuple[Any, bool]:
         """pyarrow's description of a file, and whether some of its columns may be encrypted."""
+        shard.views = True
         tail = await self._tail(shard, _TAIL_BYTES)
         length = int.from_bytes(tail[-8:-4], "little") + 8
         if not tail.endswith(b"PAR1") or length > shard.size:
@@ -222,7 +223,7 @@ class ParquetRows(Shards):
 
     async def _tail(self, shard: Shard, nbytes: int) -> bytes:
         [tail] = await shard.read([(max(shard.size - nbytes, 0), shard.size)])
-        return tail
+        return bytes(tail)
 
     def _target(self, index: int) -> Any:
         shard, row = self._find(index)
@@ -295,7 +296,7 @@ class ParquetRows(Shards):
 
     async def _parts_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> _PartsOfFile:
         ranges = self._chunks_of(shard, group, chosen)
-        parts = await shard.read(ranges, views=True)
+        parts = await shard.read(ranges)
         return _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
 
     def _chunks_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> list[tuple[int, int]]:

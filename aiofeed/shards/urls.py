@@ -44,6 +44,7 @@ class Shard:
         index: Where its samples are.
         extra: What else its format has to know.
         indexes: The keys of the index files in its folder, if that was listed.
+        views: Whether large ranges may be memoryviews.
     """
 
     reader: ObjectReader
@@ -55,6 +56,7 @@ class Shard:
     index: ShardIndex = NO_SAMPLES
     extra: Any = None
     indexes: frozenset[str] | None = None
+    views: bool = False
 
     def __str__(self) -> str:
         """Its URL without credentials, or its path."""
@@ -95,14 +97,15 @@ class Shard:
         self.info = info = await self.reader.head(self.key)
         self.size, self.version = info.size, info.etag or str(info.modified)
 
-    async def read(self, ranges: Sequence[tuple[int, int]], *, views: bool = False) -> list[Any]:
-        """Return the bytes of ranges; with ``views`` large ones may be memoryviews.
+    async def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes of ranges.
 
         Raises:
             OSError: The shard cannot be read, or has changed since it was opened.
         """
         starts, ends = zip(*ranges, strict=True)
-        return await self.reader.read_ranges(self.key, starts, ends, info=self.info, views=views)
+        read = self.reader.read_views if self.views else self.reader.read_ranges
+        return await read(self.key, starts, ends, info=self.info)
 
     def read_now(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of ranges of a file."""

@@ -91,8 +91,9 @@ class GatheredWindows(Gathered):
         low = int(addresses.min(initial=sys.maxsize))
         places = addresses - low
         # Rows that begin at each byte.
-        shape, memory = (int(places.max(initial=0)) + 1, self._tokens), MEMORY.from_address(low)
-        return np.ndarray(shape, self._dtype, memory, strides=(1, self._dtype.itemsize))[places]
+        shape, memory = (int(places.max(initial=0)) + 1, self._tokens), memoryview(MEMORY.from_address(low))
+        rows: NDArray[Any] = np.ndarray(shape, self._dtype, memory, strides=(1, self._dtype.itemsize))[places]
+        return rows
 
 
 class RemoteTokens(Tokens, ParquetRows):
@@ -249,7 +250,7 @@ class RemoteTokens(Tokens, ParquetRows):
         if shard.extra.column is not None:
             return await run_all([self._join_batches(shard, *each) for each in zip(firsts, lasts, strict=True)])
         bounds = [(layout.offset + each * np.dtype(layout.dtype).itemsize).tolist() for each in (firsts, lasts)]
-        return await shard.reader.read_ranges(shard.key, *bounds, info=shard.info, views=True)
+        return await shard.reader.read_views(shard.key, *bounds, info=shard.info)
 
     async def _join_batches(self, shard: Shard, first: int, last: int) -> bytes:
         starts, parts = shard.extra.starts, []

@@ -45,6 +45,18 @@ async def test_ranges(reader):
     assert {type(data) for data in found} == {bytes}
 
 
+async def test_views(reader):
+    """Large ranges may be views of one request's bytes; small ones never keep what was received with them."""
+    # A small range alone, a small and a large one that one request reads, and one of several parts.
+    starts, ends = [0, 1 << 20, (1 << 20) + 5, PART_BYTES], [9, (1 << 20) + 7, 3 << 20, 3 * PART_BYTES]
+    found = await reader.read_views("big", starts, ends)
+    assert [bytes(data) for data in found] == [BIG[start:end] for start, end in zip(starts, ends, strict=True)]
+    assert type(found[0]) is bytes
+    if not reader.is_local:
+        assert {type(data) for data in found[1:]} == {memoryview}
+        assert found[1].obj is found[2].obj
+
+
 @pytest.mark.parametrize("reader", ["s3", "gs", "local"], indirect=True)
 async def test_listing(reader):
     """Pages list the keys below a folder, with their sizes."""

@@ -355,3 +355,19 @@ def test_folders_of_a_partition_are_named(tmp_path: Path, caplog: pytest.LogCapt
     whole = arrow("pyarrow.dataset").dataset(str(tmp_path), partitioning="hive").to_table()
     [batch] = Feeder(Table(whole), batch_size=4)
     assert batch["y"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", [bytes, memoryview])
+def test_pyarrow_gets_what_was_received(kind: type, tmp_path: Path) -> None:
+    """A row group is decoded from the ranges in memory as from the file, and they are not copied before."""
+    table = arrow().table({"x": np.arange(1000.0), "y": [str(number) for number in range(1000)]})
+    path, parquet = tmp_path / "a.parquet", arrow("pyarrow.parquet")
+    parquet.write_table(table, path, compression="none", use_dictionary=False)
+    data, metadata = path.read_bytes(), parquet.read_metadata(path)
+    start = metadata.row_group(0).column(0).data_page_offset
+    parts = {start: kind(data[start:])}
+    file = parquet_module._PartsOfFile(len(data), parts)
+    assert parquet.ParquetFile(file, metadata=metadata).read_row_group(0).equals(table)
+    file.seek(start + 5)
+    assert np.shares_memory(np.frombuffer(file.read_buffer(20), np.uint8), np.frombuffer(parts[start], np.uint8))
+    assert file.read(3) == data[start + 25 : start + 28]

@@ -128,6 +128,40 @@ def test_the_windows_of_a_range_are_read_together(server: FaultServer) -> None:
         assert server.count - before <= 3 * 9  # the third epoch has begun
 
 
+@pytest.mark.parametrize("order", [{}, {"shuffle": "window"}, {"shuffle": "window:2"}, {"shuffle": True}])
+@pytest.mark.parametrize("block", [512, 2048])
+def test_an_epoch_reads_hardly_more_than_the_objects(
+    order: dict[str, Any], block: int, object_server: FaultServer
+) -> None:
+    """Whatever the order, ranges whose windows are wanted soon are read once, also at the start of an epoch."""
+    size = 12 << 20
+    object_server.objects = {f"bucket/a-{number}.bin": bytes(size) for number in range(2)}
+    source = Tokens(["s3://bucket/a-0.bin", "s3://bucket/a-1.bin"], block, options=object_server.options)
+    with Feeder(source, batch_size=64, **order) as feeder:
+        object_server.requests.clear()
+        assert sum(map(len, feeder)) == len(source)
+        bounds = [request.headers["range"].removeprefix("bytes=").split("-") for request in object_server.requests]
+    # The first batches are read by themselves, so that they come soon.
+    assert sum(int(last) - int(first) + 1 for first, last in bounds) < 1.4 * 2 * size
+    assert len(bounds) < 200
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64"])
+def test_windows_at_any_address(dtype: str) -> None:
+    """Windows are gathered from ranges wherever these are in memory, of which numpy's arrays may begin at any byte."""
+    random, itemsize = np.random.default_rng(0), np.dtype(dtype).itemsize
+    gathered, expected = at_urls.GatheredWindows(5, np.dtype(dtype), range(12)), np.empty((12, 5), dtype)
+    for shift in range(4):
+        memory = random.integers(256, size=shift + 40 * itemsize, dtype=np.uint8)
+        part, starts, places = memory[shift:].view(dtype), random.integers(35, size=3), np.arange(3) * 4 + shift
+        gathered.add(places, part.ctypes.data + starts * itemsize, [part])
+        expected[places] = [part[start : start + 5] for start in starts]
+    assert (gathered.windows() == expected).all()
+    assert (gathered.windows(np.arange(12) == 7) == expected[7:8]).all()
+    assert gathered.windows(np.zeros(12, bool)).shape == (0, 5)
+    assert list(gathered) == [row.tobytes() for row in expected]
+
+
 @pytest.mark.parametrize("position", [0, 1, 5, 10])
 def test_a_state_goes_between_urls_and_copies(position: int, server: FaultServer, tmp_path: Path) -> None:
     """A state resumes exactly, also with a pickled copy of the source, which sends no requests when it is made."""
