@@ -113,9 +113,11 @@ class MixedSource(_Combined, IndexedSource):
             self.nbytes: Callable[[int], int] = self._nbytes
         if all(source.read_now for source in sources):
             self.read_now: Callable[[Sequence[int]], Any] = self._read_now
-        shards = [source.shard_starts for source in sources]
-        if all(starts is not None for starts in shards):
-            firsts = [np.asarray(starts)[:-1] + first for starts, first in zip(shards, self._starts, strict=False)]
+        # Parts of sources find them anew each time.
+        self._shards = [None if (starts := each.shard_starts) is None else np.asarray(starts) for each in sources]
+        if all(starts is not None for starts in self._shards):
+            each = zip(self._shards, self._bounds, strict=False)
+            firsts = [starts[:-1] + first for starts, first in each if starts is not None]
             self.shard_starts: NDArray[np.int64] = np.concatenate([*firsts, [len(self)]])
         self.reads_whole_shards: bool = any(source.reads_whole_shards for source in sources)
         self.shards_at_once: int = max(source.shards_at_once for source in sources)
@@ -259,8 +261,8 @@ class MixedSource(_Combined, IndexedSource):
         for number, group in found.groups.items():
             source, at = self._sources[number], group.places
             group.values, shards = [None] * len(at), np.full(len(at), next(self._reads))
-            if source.looks_ahead and source.shard_starts is not None:
-                shards = np.searchsorted(np.asarray(source.shard_starts), group.local, side="right")
+            if (starts := self._shards[number]) is not None and source.looks_ahead:
+                shards = np.searchsorted(starts, group.local, side="right")
                 if (new_gathered := source.new_gathered) is not None:
                     positions = [plan.positions[place] for place in at.tolist()]
                     own = replace(plan, indices=group.local.tolist(), positions=positions)
