@@ -233,7 +233,7 @@ class MixedSource(_Combined, IndexedSource):
         """``read_many`` for a batch that has the samples at ``places``."""
         groups, given = self._groups(indices, plan), np.asarray(places)
         reads = [caught(self.parts[each.number].read(each, given[each.places].tolist())) for each in groups]
-        for group, (values, error) in zip(groups, await _together(reads), strict=True):
+        for group, (values, error) in zip(groups, await asyncio.gather(*reads), strict=True):
             if error is not None:
                 raise error
             group.values = values
@@ -281,7 +281,7 @@ class MixedSource(_Combined, IndexedSource):
             own, number = divmod(shard, len(self.parts))
             groups = [(gathered.groups[number], places) for gathered, places in targets]
             parts.setdefault(number, {})[own] = [(each, np.searchsorted(each.places, at)) for each, at in groups]
-        await _together([self.parts[number].gather(each, run) for number, each in parts.items()])
+        await asyncio.gather(*[self.parts[number].gather(each, run) for number, each in parts.items()])
 
     # --- batches
 
@@ -338,14 +338,6 @@ def _numbers_of(groups: Sequence[Group]) -> NDArray[np.int64]:
     return found
 
 
-async def _together(coroutines: Sequence[Any]) -> list[Any]:
-    if len(coroutines) == 1:
-        return [await coroutines[0]]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in coroutines]
-    return [task.result() for task in tasks]
-
-
 class MixedDecoder:
     """Decodes a sample with the decoder of its source, and adds the source's name."""
 
@@ -398,11 +390,6 @@ class MixedGathered(Gathered):
     def cpu_seconds(self) -> float:  # type: ignore[override]
         """What of that was processor time."""
         return sum(each.cpu_seconds for each in self._own())
-
-    @property
-    def apart(self) -> bool:  # type: ignore[override]
-        """Whether samples are decoded one by one, or given to the user's ``collate_fn=``."""
-        return not self._source.together
 
     @property
     def errors(self) -> Mapping[int, Exception]:  # type: ignore[override]
