@@ -6,7 +6,7 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -54,12 +54,12 @@ class _Combined:
         rows = np.asarray(indices, np.int64)
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
         order = np.argsort(numbers.astype(self._numbers), kind="stable")
-        firsts = np.flatnonzero(np.diff(numbers[order], prepend=-1)).tolist()
-        found = []
-        for first, stop in pairwise([*firsts, len(rows)]):
-            places = order[first:stop]
-            number = int(numbers[places[0]])
-            found.append(Group(number, places, rows[places] - self._starts[number], plan))
+        found, stop = [], 0
+        for number, size in enumerate(np.bincount(numbers).tolist()):
+            if size:
+                places = order[stop : stop + size]
+                found.append(Group(number, places, rows[places] - self._bounds[number], plan))
+                stop += size
         return found
 
     def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
@@ -531,7 +531,9 @@ class CombinedDataset(_Combined):
     def __init__(self, parts: Sequence[Part], names: bool) -> None:
         self._combine(parts, names)
         self.datasets: dict[str, MapDataset[Any]] = {part.name: part.source.given for part in parts}
-        if any(hasattr(dataset, "__getitems__") for dataset in self.datasets.values()):
+        self._datasets = list(self.datasets.values())
+        self._several = any(hasattr(dataset, "__getitems__") for dataset in self._datasets)
+        if self._several:
             self.__getitems__: Callable[[Sequence[int]], list[Any]] = self._items
 
     def set_up(self) -> None:
@@ -545,16 +547,18 @@ class CombinedDataset(_Combined):
         return self._items([index])[0]
 
     def _items(self, indices: Sequence[int]) -> list[Any]:
-        if len(indices) == 1:
-            number, local = self._find(indices[0])
-            found = [self._sources[number].dataset[local]]
-            return [_with_name(found[0], self.parts[number].name)] if self._adds_names else found
-        groups = self._groups(indices)
-        for group in groups:
-            group.values = self._sources[group.number].items(group.local.tolist())
-            if self._adds_names:
-                group.values = [_with_name(item, self.parts[group.number].name) for item in group.values]
-        return in_order(len(indices), [(group.places.tolist(), group.values) for group in groups])
+        bounds, datasets, found = self._bounds, self._datasets, list[Any]()
+        if self._several and len(indices) > 1:
+            groups = self._groups(indices)
+            for group in groups:
+                group.values = self._sources[group.number].items(group.local.tolist())
+            found = in_order(len(indices), [(group.places.tolist(), group.values) for group in groups])
+        else:
+            for index in indices:
+                number = bisect_right(bounds, index) - 1
+                found.append(datasets[number][index - bounds[number]])
+        names = [self.parts[self._find(index)[0]].name for index in indices] if self._adds_names else ()
+        return list(map(_with_name, found, names)) if names else found
 
 
 def _with_name(item: Any, name: str) -> Any:
