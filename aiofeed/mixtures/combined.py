@@ -6,7 +6,7 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -54,12 +54,12 @@ class _Combined:
         rows = np.asarray(indices, np.int64)
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
         order = np.argsort(numbers.astype(self._numbers), kind="stable")
-        firsts = np.flatnonzero(np.diff(numbers[order], prepend=-1)).tolist()
-        found = []
-        for first, stop in pairwise([*firsts, len(rows)]):
-            places = order[first:stop]
-            number = int(numbers[places[0]])
-            found.append(Group(number, places, rows[places] - self._starts[number], plan))
+        found, stop = [], 0
+        for number, size in enumerate(np.bincount(numbers).tolist()):
+            if size:
+                places = order[stop : stop + size]
+                found.append(Group(number, places, rows[places] - self._bounds[number], plan))
+                stop += size
         return found
 
     def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
@@ -113,9 +113,11 @@ class MixedSource(_Combined, IndexedSource):
             self.nbytes: Callable[[int], int] = self._nbytes
         if all(source.read_now for source in sources):
             self.read_now: Callable[[Sequence[int]], Any] = self._read_now
-        shards = [source.shard_starts for source in sources]
-        if all(starts is not None for starts in shards):
-            firsts = [np.asarray(starts)[:-1] + first for starts, first in zip(shards, self._starts, strict=False)]
+        # Parts of sources find them anew each time.
+        self._shards = [None if (starts := each.shard_starts) is None else np.asarray(starts) for each in sources]
+        if all(starts is not None for starts in self._shards):
+            each = zip(self._shards, self._bounds, strict=False)
+            firsts = [starts[:-1] + first for starts, first in each if starts is not None]
             self.shard_starts: NDArray[np.int64] = np.concatenate([*firsts, [len(self)]])
         self.reads_whole_shards: bool = any(source.reads_whole_shards for source in sources)
         self.shards_at_once: int = max(source.shards_at_once for source in sources)
@@ -231,7 +233,7 @@ class MixedSource(_Combined, IndexedSource):
         """``read_many`` for a batch that has the samples at ``places``."""
         groups, given = self._groups(indices, plan), np.asarray(places)
         reads = [caught(self.parts[each.number].read(each, given[each.places].tolist())) for each in groups]
-        for group, (values, error) in zip(groups, await _together(reads), strict=True):
+        for group, (values, error) in zip(groups, await asyncio.gather(*reads), strict=True):
             if error is not None:
                 raise error
             group.values = values
@@ -259,8 +261,8 @@ class MixedSource(_Combined, IndexedSource):
         for number, group in found.groups.items():
             source, at = self._sources[number], group.places
             group.values, shards = [None] * len(at), np.full(len(at), next(self._reads))
-            if source.looks_ahead and source.shard_starts is not None:
-                shards = np.searchsorted(np.asarray(source.shard_starts), group.local, side="right")
+            if (starts := self._shards[number]) is not None and source.looks_ahead:
+                shards = np.searchsorted(starts, group.local, side="right")
                 if (new_gathered := source.new_gathered) is not None:
                     positions = [plan.positions[place] for place in at.tolist()]
                     own = replace(plan, indices=group.local.tolist(), positions=positions)
@@ -279,7 +281,7 @@ class MixedSource(_Combined, IndexedSource):
             own, number = divmod(shard, len(self.parts))
             groups = [(gathered.groups[number], places) for gathered, places in targets]
             parts.setdefault(number, {})[own] = [(each, np.searchsorted(each.places, at)) for each, at in groups]
-        await _together([self.parts[number].gather(each, run) for number, each in parts.items()])
+        await asyncio.gather(*[self.parts[number].gather(each, run) for number, each in parts.items()])
 
     # --- batches
 
@@ -336,14 +338,6 @@ def _numbers_of(groups: Sequence[Group]) -> NDArray[np.int64]:
     return found
 
 
-async def _together(coroutines: Sequence[Any]) -> list[Any]:
-    if len(coroutines) == 1:
-        return [await coroutines[0]]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in coroutines]
-    return [task.result() for task in tasks]
-
-
 class MixedDecoder:
     """Decodes a sample with the decoder of its source, and adds the source's name."""
 
@@ -396,11 +390,6 @@ class MixedGathered(Gathered):
     def cpu_seconds(self) -> float:  # type: ignore[override]
         """What of that was processor time."""
         return sum(each.cpu_seconds for each in self._own())
-
-    @property
-    def apart(self) -> bool:  # type: ignore[override]
-        """Whether samples are decoded one by one, or given to the user's ``collate_fn=``."""
-        return not self._source.together
 
     @property
     def errors(self) -> Mapping[int, Exception]:  # type: ignore[override]
@@ -542,7 +531,9 @@ class CombinedDataset(_Combined):
     def __init__(self, parts: Sequence[Part], names: bool) -> None:
         self._combine(parts, names)
         self.datasets: dict[str, MapDataset[Any]] = {part.name: part.source.given for part in parts}
-        if any(hasattr(dataset, "__getitems__") for dataset in self.datasets.values()):
+        self._datasets = list(self.datasets.values())
+        self._several = any(hasattr(dataset, "__getitems__") for dataset in self._datasets)
+        if self._several:
             self.__getitems__: Callable[[Sequence[int]], list[Any]] = self._items
 
     def set_up(self) -> None:
@@ -556,16 +547,18 @@ class CombinedDataset(_Combined):
         return self._items([index])[0]
 
     def _items(self, indices: Sequence[int]) -> list[Any]:
-        if len(indices) == 1:
-            number, local = self._find(indices[0])
-            found = [self._sources[number].dataset[local]]
-            return [_with_name(found[0], self.parts[number].name)] if self._adds_names else found
-        groups = self._groups(indices)
-        for group in groups:
-            group.values = self._sources[group.number].items(group.local.tolist())
-            if self._adds_names:
-                group.values = [_with_name(item, self.parts[group.number].name) for item in group.values]
-        return in_order(len(indices), [(group.places.tolist(), group.values) for group in groups])
+        bounds, datasets, found = self._bounds, self._datasets, list[Any]()
+        if self._several and len(indices) > 1:
+            groups = self._groups(indices)
+            for group in groups:
+                group.values = self._sources[group.number].items(group.local.tolist())
+            found = in_order(len(indices), [(group.places.tolist(), group.values) for group in groups])
+        else:
+            for index in indices:
+                number = bisect_right(bounds, index) - 1
+                found.append(datasets[number][index - bounds[number]])
+        names = [self.parts[self._find(index)[0]].name for index in indices] if self._adds_names else ()
+        return list(map(_with_name, found, names)) if names else found
 
 
 def _with_name(item: Any, name: str) -> Any:

@@ -300,8 +300,11 @@ def may_fit(one: Any, other: Any) -> bool:
 
 
 def array_of(leaf: Any) -> Any:
-    """Return the array of a leaf of a batch; ``None`` if it has none."""
-    return leaf.memory if type(leaf) is HostTensor and leaf.axes is leaf.torch_dtype is None else as_array(leaf)[0]
+    """Return the array of a leaf of a batch; ``None`` if it has none, or numpy lacks its dtype."""
+    if type(leaf) is HostTensor:
+        return leaf.memory if leaf.axes is leaf.torch_dtype is None else None
+    found, torch_dtype = as_array(leaf)
+    return found if torch_dtype is None else None
 
 
 def merged(batches: Sequence[Any], places: Sequence[Sequence[int]], lease: BufferLease) -> Any:
