@@ -58,6 +58,11 @@ def make(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     return made
 
 
+def four_at_a_time() -> aiofeed.TokenBudget:
+    """A plan that measures decoded samples, whatever they are, and keeps their order."""
+    return aiofeed.TokenBudget("decoded", 16, length=lambda sample: 4)
+
+
 def more_ways(made: Made, folder: Path) -> dict[str, Way]:
     """The ways to read a source that need what is for tests only, or change the form of batches."""
     n, order = len(made.samples), made.case.order or range(len(made.samples))
@@ -68,6 +73,7 @@ def more_ways(made: Made, folder: Path) -> dict[str, Way]:
         "Balanced": Way({"batch_size": aiofeed.Balanced(lengths, 12, groups=2)}, every),
         "Pack": Way({"batch_size": aiofeed.Pack([4] * n, context=8, rows=2)}, every),
         'lengths="measure"': Way({"batch_size": aiofeed.TokenBudget("measure", 16)}, every),
+        'lengths="decoded"': Way({"batch_size": four_at_a_time(), "collate_fn": list}, order, True),
         "a plan without lengths=": Way({"batch_size": aiofeed.Pack(context=8, rows=2)}, every),
         "collate_fn=": Way({"collate_fn": list}, order, True),
         "transform=": Way({"transform": as_it_is}, order, True),
@@ -97,7 +103,7 @@ def documents_in(batch: Mapping[str, Any]) -> list[Any]:
 def reader_of(name: str) -> Callable[[Any], list[Any]]:
     """A function that returns the samples of a batch of a way to read."""
     match name:
-        case "collate_fn=":
+        case "collate_fn=" | 'lengths="decoded"':
             return lambda batch: list(map(plain, batch))
         case "Pack" | "a plan without lengths=":
             return lambda batch: list(map(plain, documents_in(batch)))
