@@ -11,7 +11,7 @@ from pathlib import Path
 import nox
 
 # Optional packages that have no wheel for every Python; without one, its tests are skipped.
-OPTIONAL = ("av", "imagecodecs", "obstore", "pyarrow", "safetensors", "simplejpeg")
+OPTIONAL = ("array-record", "av", "imagecodecs", "obstore", "pyarrow", "safetensors", "simplejpeg")
 
 nox.options.sessions = ["tests"]
 
@@ -36,7 +36,7 @@ def lowest(session: nox.Session) -> None:
 @nox.session(python="3.13")
 def newest(session: nox.Session) -> None:
     """The tests, those with other projects too, with the newest version of every package."""
-    session.install("--editable", ".[pillow,turbo,objects,test,integration]")
+    session.install("--editable", ".[pillow,turbo,objects,array-record,litdata,test,integration]")
     run_tests(session)
 
 

@@ -31,8 +31,9 @@ class _Chunks(threading.local):
         except ImportError as error:
             raise ImportError('LitDataShards needs litdata: pip install "aiofeed[litdata]"') from error
         loader = block and litdata.TokensLoader(block)
-        # 0: no others are decoded with a sample, which may be the only one of its chunk in this thread.
-        self._reader = litdata.StreamingDataset(folder, item_loader=loader, batch_decode=0)
+        # 0: no others are decoded with a sample, which may be the only one of its chunk in this thread. 16: the chunks
+        # that stay mapped, as many as shuffle="window" mixes.
+        self._reader = litdata.StreamingDataset(folder, item_loader=loader, batch_decode=0, max_pre_download=16)
         self._given, self._place = (folder, block), litdata.streaming.sampler.ChunkedIndex
 
     def __reduce__(self) -> tuple[Any, ...]:
