@@ -158,7 +158,8 @@ def names_of(task: str) -> list[str]:
 def overview() -> str:
     """The content of docs/api.md."""
     text = (
-        "# API\n\nAll public names, by task, without the `aiofeed.` in front. The page of a task describes them, with an example of each. "
+        "# API\n\nAll public names, by task, without the `aiofeed.` in front. The page of a task describes them, with an "
+        "example of each. "
         "Everything else may change without notice.\n\n| task | names |\n| --- | --- |\n"
     )
     for task, (file, _) in PAGES.items():
