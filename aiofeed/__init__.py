@@ -151,7 +151,6 @@ _PLUGS: dict[str, str] = {
     "sequence_part": "aiofeed.plans.mesh",
     "tensors_of": "aiofeed.resident.tensors",
     "with_static_outputs": "aiofeed.device_groups.static_output",
-    "ways_for_feeder": "aiofeed.loader.habits",
     "write_timeline": "aiofeed.reports.timeline",
 }
 _MODULES = {name: module for names in _HOMES.values() for name, module in names.items()}
@@ -257,10 +256,10 @@ def _load_addon(name: str, needed_by: str) -> Any:
         raise ImportError(f"{needed_by} needs {addon}, which is missing here: install aiofeed with it") from error
 
 
-def _hint_at(owner: str, name: Any) -> str:
+def _hint_at(owner: str, name: Any) -> Any:
     """Return what to write in place of a name or source that users of other loaders try; empty without the add-on."""
     try:
-        return _load_addon("hint_at", "a hint")(owner, name)  # type: ignore[no-any-return]
+        return _load_addon("hint_at", "a hint")(owner, name)
     except ImportError:
         return ""
 

@@ -52,12 +52,38 @@ next(fed) #: iter(feeder)
 fed.sampler #: feeder.set_epoch(n)
 fed.stats #: feeder.statistics()
 fed.get_state #: feeder.state_dict()
+fed.unbatch #: transform=
+fed.steps_per_epoch #: len(feeder)
+fed.worker_init_fn #: limits=
+fed.class_to_idx #: feeder.dataset
+fed.summary #: feeder.explain()
+fed.iter_batches #: next(iter(feeder))
+fed.train_test_split #: source.split(
+fed.world_size #: shard=
 folder.map #: decode=
+folder.transform #: decode=
+folder.iloc #: source[indices]
+folder[:2].interleave #: aiofeed.Mixture
+aiofeed.Files(["a"]).num_rows #: len(source)
+aiofeed.Tensors(torch.arange(4)).set_epoch #: a Feeder has it
 aiofeed.Tensors(torch.arange(4)).filter #: source[indices]
 folder[:2].shuffle #: shuffle=
 aiofeed.from_pandas #: aiofeed.Table
 aiofeed.random_split #: source.split(
 aiofeed.WebDataset #: aiofeed.TarShards
+aiofeed.read_csv #: aiofeed.Table
+aiofeed.from_generator #: aiofeed.Stream
+aiofeed.sample_from_datasets #: aiofeed.Mixture
+aiofeed.bucket_by_sequence_length #: aiofeed.Buckets
+aiofeed.MapDataset #: aiofeed.FromDataset
+aiofeed.from_tensor_slices #: aiofeed.Tensors
+aiofeed.DatasetFolder #: aiofeed.ImageFolder
+aiofeed.transforms #: aiofeed.DecodeImage
+aiofeed.IndexSampler #: shard=
+aiofeed.default_collate #: collate_fn=
+aiofeed.unbatch #: batch_size=
+aiofeed.set_epoch #: feeder.set_epoch(n)
+aiofeed.num_workers #: limits=
 aiofeed.StatefulDataLoader #: aiofeed.DataLoader has state_dict
 aiofeed.imagefolder #: did you mean aiofeed.ImageFolder
 aiofeed.Tensors({"x": torch.arange(4)}) #: Tensors(*tensors.values())
@@ -90,6 +116,14 @@ Feeder(folder, decode=image, batch_size=4.0) #: batch_size must be an int
 Feeder(folder, decode=image, batchsize=4) #: did you mean batch_size=
 Feeder(folder, decoder=image, batch_size=4) #: did you mean decode=
 Feeder(folder, decode=image, batch_size=4, num_workers=4) #: Limits(decode_threads=...)
+Feeder(folder, decode=image, batch_size=4, drop_remainder=True) #: drop_last=
+Feeder(folder, decode=image, batch_size=4, tokenizer=len) #: decode= makes samples
+Feeder(folder, decode=image, batch_size=4, use_gpu=True) #: device=
+Feeder(folder, decode=image, batch_size=4, labels=[1]) #: the source has it
+Feeder(folder, decode=image, batch_size=4, max_tokens=9) #: TokenBudget(
+Feeder(folder, decode=image, batch_size=4, handler=print) #: on_error="skip"
+Feeder(folder, decode=image, batch_size=4, random_state=3) #: seed=
+Feeder(folder, decode=image, batch_size=4, channels_last=True) #: transform=
 Feeder(folder, decode=image, batch_size=4, pin_memory=True) #: device=
 Feeder(folder, decode=image, batch_size=4, prefetch_factor=2) #: Limits(prefetch_batches=2)
 Feeder(folder, decode=image, batch_size=4, worker_init_fn=print) #: setup=

@@ -137,7 +137,7 @@ def stub() -> str:
     """The content of `aiofeed/__init__.pyi`."""
     lines = [f"from {module} import {name} as {name}" for name, module in aiofeed._MODULES.items() if "." not in name]
     lines = [*(f"from aiofeed import {each} as {each}" for each in aiofeed._NAMESPACES), *sorted(lines)]
-    load = "def _load_addon(name: str, needed_by: str) -> Any: ...\ndef _hint_at(owner: str, name: Any) -> str: ..."
+    load = "def _load_addon(name: str, needed_by: str) -> Any: ...\ndef _hint_at(owner: str, name: Any) -> Any: ..."
     head = ('"""The public names, for type checkers."""', "", "from typing import Any", "")
     return "\n".join((*head, *lines, "", "__version__: str", "", load, ""))
 
@@ -158,7 +158,8 @@ def names_of(task: str) -> list[str]:
 def overview() -> str:
     """The content of docs/api.md."""
     text = (
-        "# API\n\nAll public names, by task, without the `aiofeed.` in front. The page of a task describes them. "
+        "# API\n\nAll public names, by task, without the `aiofeed.` in front. The page of a task describes them, with an "
+        "example of each. "
         "Everything else may change without notice.\n\n| task | names |\n| --- | --- |\n"
     )
     for task, (file, _) in PAGES.items():

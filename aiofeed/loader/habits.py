@@ -53,12 +53,20 @@ _WAYS: Mapping[str, str | Callable[[Any], str]] = {
     **dict.fromkeys(("filter", "filters"), "exclude= leaves samples out; a source takes source[indices]"),
     **dict.fromkeys(("return_paths", "with_paths", "return_index", "with_index", "return_keys"), "pass keys=True"),
     **dict.fromkeys(("buffer_size", "shuffle_buffer", "shuffle_buffer_size"), "shuffle=True shuffles all samples"),
-    **dict.fromkeys(("augment", "map", "preprocess"), "decode= makes samples, transform= changes batches"),
+    **dict.fromkeys(("augment", "map", "preprocess", "tokenizer"), "decode= makes samples, transform= changes batches"),
+    **dict.fromkeys(("drop_remainder", "drop_incomplete", "pad_last_batch"), "pass drop_last= or pad="),
+    **dict.fromkeys(("gpu", "cuda", "use_gpu"), "pass device="),
+    **dict.fromkeys(("root", "url", "urls", "x", "y", "labels", "columns"), "the source has it, the first argument"),
+    **dict.fromkeys(("lengths", "max_tokens", "boundaries"), "pass batch_size=Buckets(...) or TokenBudget(...)"),
+    **dict.fromkeys(("handler", "ignore_errors", "skip_errors"), 'pass on_error="skip"'),
+    **dict.fromkeys(("deterministic", "random_state", "reshuffle_each_iteration"), "seed= gives each epoch its order"),
     **dict.fromkeys(("resume", "checkpoint", "state_dict"), "call feeder.load_state_dict(state)"),
     **dict.fromkeys(("distributed", "local_rank"), "the rank comes from torch.distributed, or from shard="),
     **dict.fromkeys(("split", "max_samples", "subset"), "pass a part: source.split(...), source[:1000]"),
+    **dict.fromkeys(("balance", "class_weights"), "weights= has a number for each sample"),
+    **dict.fromkeys(("log", "logger", "callbacks"), "see feeder.statistics(), aiofeed.exporters and AIOFEED_LOG=debug"),
     "cache_dir": "pass cache=DiskCache(path)",
-    "dtype": "pass transform=, which gets each batch",
+    **dict.fromkeys(("dtype", "fp16", "channels_last"), "pass transform=, which gets each batch"),
     "num_threads": _part_of("limits", Limits, "decode_threads"),
     **{each.name: _part_of("limits", Limits, each.name) for each in fields(Limits)},
     **{each.name: _part_of("on_error", FailurePolicy, each.name) for each in fields(FailurePolicy)},
@@ -70,35 +78,69 @@ _POSITIONS = (
     *("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory", "drop_last"),
     *("timeout", "worker_init_fn", "multiprocessing_context", "generator"),
 )
+_MIXTURE = "aiofeed.Mixture takes several sources"
 # What to write in place of names, by their owner.
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "Feeder": {
         "sampler batch_sampler": "a Feeder shuffles and shards by itself; feeder.set_epoch(n) chooses the epoch",
-        "num_workers pin_memory prefetch_factor generator": "pass limits=, device= and seed= to Feeder",
-        "num_batches num_samples n_samples": "len(feeder) is the number of batches, len(feeder.dataset) of samples",
-        "keys paths filenames": "Feeder(keys=True) returns (batch, keys)",
-        "stats metrics get_stats profile": "feeder.statistics() and feeder.explain() say where the time goes",
-        "get_state set_state save load restore": "feeder.state_dict() and feeder.load_state_dict(state)",
-        "stop shutdown reset": "call feeder.close(); iter(feeder) begins an epoch",
-        "get get_batch next take repeat": "next(iter(feeder)) is a batch; see feeder.epochs(n), feeder.steps(n)",
-        "map filter shuffle batch to apply shard unbatch with_format prefetch": (
-            "pass transform=, exclude=, shuffle=, batch_size=, device= to Feeder"
-        ),
+        "num_workers pin_memory prefetch_factor generator persistent_workers worker_init_fn timeout seed rank "
+        "world_size": "pass limits=, device=, seed= and shard= to Feeder",
+        "num_batches num_samples n_samples n_batches steps_per_epoch num_rows length size shape "
+        "cardinality": "len(feeder) is the number of batches, len(feeder.dataset) of samples",
+        "keys paths filenames file_names names": "Feeder(keys=True) returns (batch, keys)",
+        "classes class_to_idx targets labels columns column_names features": "feeder.dataset is the source",
+        "stats metrics get_stats profile timings summary describe info report "
+        "plot": "feeder.statistics() and feeder.explain() say where the time goes",
+        "get_state set_state save load restore checkpoint resume save_state "
+        "load_state": "feeder.state_dict() and feeder.load_state_dict(state)",
+        "stop shutdown reset start join cancel terminate": "call feeder.close(); iter(feeder) begins an epoch",
+        "get get_batch next take repeat head sample first iterator get_iterator as_numpy_iterator "
+        "iter_batches": "next(iter(feeder)) is a batch; see feeder.epochs(n), feeder.steps(n)",
+        "split random_split train_test_split": "split the source: source.split(...), source[indices]",
+        "map filter shuffle batch to apply shard unbatch with_format prefetch cache select sort window interleave zip "
+        "transform with_transform set_transform cuda cpu device collate_fn drop_last decode in_order "
+        "concat": "pass transform=, exclude=, shuffle=, batch_size=, device= and others to Feeder",
+    },
+    "a source": {
+        "map filter select take skip shuffle batch shard random_split train_test_split transform transforms window "
+        "target_transform with_transform set_transform with_format apply unbatch repeat prefetch cache sort head tail "
+        "sample iloc loc": "Feeder has decode=, shuffle=, batch_size= and shard=, a source source[indices] and split()",
+        "concat concatenate interleave zip merge": _MIXTURE,
+        "rename_column remove_columns cast_column groupby describe to_pandas "
+        "add_column": "change the data set before it becomes a source",
+        "num_rows num_samples length size shape": "len(source) is the number of samples",
+        "set_epoch state_dict load_state_dict num_workers stats": "a Feeder has it",
     },
     "aiofeed": {
-        "from_pandas from_polars from_arrow from_csv from_parquet read_csv read_json read_parquet load_dataset "
-        "ParquetDataset": "aiofeed.Table takes frames, Arrow tables, datasets, Parquet files",
-        "ConcatDataset ChainDataset concatenate_datasets interleave_datasets": "aiofeed.Mixture takes several sources",
-        "random_split Subset train_test_split": "source.split(...) and source[indices] return parts",
-        "map apply batch shuffle take repeat": "Feeder(source, decode=, batch_size=, shuffle=) makes batches",
-        "concatenate zip": "aiofeed.Mixture takes several sources",
-        "Loader DataPipe Pipeline": "aiofeed.Feeder reads sources, aiofeed.DataLoader takes the arguments of torch's",
+        "from_pandas from_polars from_arrow from_csv from_parquet from_json from_dict from_list read_csv read_json "
+        "read_parquet read_feather read_table scan_parquet load_dataset load_from_disk DataFrame read_sql "
+        "CsvDataset read_excel ParquetDataset": "aiofeed.Table takes frames, Arrow tables, datasets, Parquet files",
+        "from_generator TextLineDataset": "aiofeed.Stream takes a generator function",
+        "ConcatDataset ChainDataset concatenate_datasets interleave_datasets sample_from_datasets concatenate zip "
+        "choose_from_datasets CombinedStreamingDataset ParallelStreamingDataset interleave concat RandomMix": _MIXTURE,
+        "random_split Subset SubsetRandomSampler train_test_split": "source.split(...) and source[rows] return parts",
+        "map apply batch shuffle take repeat filter select skip unbatch window sort shard with_format "
+        "with_transform": "Feeder(source, decode=, batch_size=, shuffle=) makes batches",
+        "padded_batch bucket_by_sequence_length pad_sequence "
+        "DataCollatorWithPadding": "pass batch_size=aiofeed.Buckets(...), collate_fn=aiofeed.pad_collate() to Feeder",
+        "default_collate collate collate_fn": "pass collate_fn= to Feeder; without it batches are those of torch",
+        "Loader DataPipe IterDataPipe MapDataPipe Pipeline WebLoader StreamingDataLoader DataIterator DataModule "
+        "LightningDataModule": "aiofeed.Feeder reads sources, aiofeed.DataLoader takes the arguments of torch's",
         "WebDataset TarDataset": "aiofeed.TarShards reads tar files",
-        "Dataset IterableDataset": "Feeder takes both; aiofeed.FromDataset and aiofeed.Stream have options for them",
-        "TensorDataset from_numpy": "aiofeed.Tensors takes tensors",
-        "DistributedSampler WeightedRandomSampler": "pass shard= or weights= to Feeder",
+        "Dataset IterableDataset MapDataset IterDataset "
+        "DataSource": "Feeder takes both; aiofeed.FromDataset and aiofeed.Stream have options for them",
+        "TensorDataset StackDataset from_numpy from_tensor_slices from_tensors": "aiofeed.Tensors takes tensors",
+        "DatasetFolder list_files read_images": "aiofeed.ImageFolder and aiofeed.Files read files",
+        "transforms Compose Resize": "see aiofeed.DecodeImage(size=, crop=, flip=, augment=)",
+        "DistributedSampler WeightedRandomSampler RandomSampler BatchSampler Sampler IndexSampler ShardOptions "
+        "SequentialSampler split_dataset_by_node split_by_node": "pass shuffle=, shard= or weights= to Feeder",
         "StatefulDataLoader": "aiofeed.DataLoader has state_dict() and load_state_dict()",
         "StreamingDataset TFRecordDataset": "aiofeed.MDSShards, LitDataShards and TFRecordShards read shards",
+        "ShardWriter MDSWriter optimize": "aiofeed reads shards that other packages write",
+        "TokensLoader": "aiofeed.Tokens reads files of tokens",
+        "set_epoch stats epochs": "see feeder.set_epoch(n), feeder.statistics(), feeder.epochs(n)",
+        "num_workers AUTOTUNE ReadOptions MultiprocessingOptions get_worker_info seed set_seed "
+        "cache": "pass limits=, engine=, seed= or cache= to Feeder",
     },
 }
 # Sources of paths, by their ends.
@@ -115,11 +157,13 @@ _PATHS: Mapping[tuple[str, ...], str] = {
 }
 
 
-def hint_at(owner: str, name: Any) -> str:
+def hint_at(owner: str, name: Any) -> Any:
     """Return what to write in place of an attribute of ``owner`` that others have.
 
-    Or of an object as a "source", or of arguments of ``Feeder`` by "positions".
+    Or of an object as a "source", or of arguments of ``Feeder`` by "positions"; for "arguments" all, by their names.
     """
+    if owner == "arguments":
+        return _WAYS
     if owner == "source":
         return _instead_of(name)
     if owner == "positions":
@@ -179,8 +223,3 @@ def _are_columns(values: tuple[Any, ...]) -> bool:
 def _has_names(mapping: Mapping[Any, Any]) -> bool:
     """Return whether a mapping has no samples 0, 1, ...; a TensorDict, unlike a dict, has rows that are not keys."""
     return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
-
-
-def ways_for_feeder() -> Mapping[str, str | Callable[[Any], str]]:
-    """Return what to write, by the name of an argument that ``Feeder`` does not have."""
-    return _WAYS

@@ -46,7 +46,8 @@ class Mixture(IndexedSource):
         ```python
         import aiofeed
 
-        web, code = aiofeed.Tokens("tokens.bin", 128), aiofeed.Tokens("code.bin", 128)
+        web = aiofeed.Tokens("tokens.bin", block=128)
+        code = aiofeed.Tokens("code.bin", block=128)
         mixture = aiofeed.Mixture({"web": web, "code": code}, weights={"web": 0.7, "code": 0.3})
         for batch in aiofeed.Feeder(mixture, batch_size=8, shuffle=True):
             print(batch.shape)

@@ -27,10 +27,10 @@ class Headroom(Generic[BatchT]):
 
         photos = aiofeed.ImageFolder("photos")
         feeder = aiofeed.Feeder(photos, decode=aiofeed.DecodeImage(size=224), batch_size=1)
-        run = feeder.headroom(1)
+        run = feeder.headroom(1)  # some 20 steps in a training
         for images, labels in run:
             images.float().mean()  # your training step
-        print(run)
+        print(run.loaded_s, run.floor_s)
         ```
 
     Attributes:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
 import io
 import logging
 import re
 import shutil
+import symtable
 import tomllib
 import warnings
 from dataclasses import dataclass
@@ -55,6 +57,8 @@ SMALLER = {"README.md": ("range(256)", "range(40)"), "docs/index.md": ("range(64
 BUCKET_RECIPE = ROOT / "docs" / "recipes" / "buckets.md"
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 INFO_STRINGS = {"python": True, "{.python .no-run}": False}
+EXPLAINED = re.compile(r"^# With (.+) (?:from above|of your own)\.$|^(.*)# yours", re.MULTILINE)
+"""Comments of a block about names that it does not define."""
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 FILES = "https://github.com/aiofeed/aiofeed/blob/main/"
 PAGES = "https://aiofeed.github.io/aiofeed/"
@@ -96,6 +100,21 @@ def python_blocks(path: Path, text: str) -> list[Block]:
         code = re.sub(rf"^{match['indent']}", "", match["body"], flags=re.MULTILINE)
         blocks.append(Block(path, line, code, runs=INFO_STRINGS[info]))
     return blocks
+
+
+def unexplained(code: str) -> set[str]:
+    """The names that a block neither defines nor imports, and that no comment of it explains."""
+    module = symtable.symtable(code, "block", "exec")
+    used, tables = set[str](), [module]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        used |= {each.get_name() for each in table.get_symbols() if each.is_referenced() and each.is_global()}
+    here = module.get_symbols()
+    used |= {each.get_name() for each in here if each.is_referenced()}
+    used -= {each.get_name() for each in here if each.is_assigned() or each.is_imported()}
+    words = re.findall(r"\w+", " ".join(first + rest for first, rest in EXPLAINED.findall(code)))
+    return used - {*words, *dir(builtins), "__name__", "__file__"}
 
 
 def run_blocks(blocks: list[Block], namespace: dict[str, Any]) -> None:
@@ -221,6 +240,13 @@ def test_document_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_document(path)
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_block_that_is_copied_alone_shows_what_it_needs(path: Path) -> None:
+    """It imports what it uses; a comment in it names what is from above, or of the reader."""
+    blocks = python_blocks(path, path.read_text(encoding="utf-8"))
+    assert {block.line: names for block in blocks if (names := unexplained(block.code))} == {}
+
+
 @pytest.mark.integration
 def test_the_page_about_robots_runs(empty_folder: Path) -> None:
     """docs/robots.md runs in a folder with the data sets of tests/data/lerobot."""
@@ -342,6 +368,13 @@ def test_runner_reports_the_document_line(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as error:
         run_blocks(blocks, {})
     assert error.traceback[-1].lineno + 1 == 5
+
+
+def test_names_that_a_block_does_not_explain_are_found() -> None:
+    """In functions and classes, too; not those that it defines, imports, or names in a comment."""
+    code = "import io\n\nfor x in a, x:\n    def f(y):\n        return b + y + io.x + len(x)\n\nclass C:\n    d = c\n"
+    assert unexplained(code) == {"a", "b", "c"}
+    assert unexplained(f"# With a and b from above.\n{code}print(c)  # yours\n") == set()
 
 
 def test_runner_keeps_one_namespace() -> None:

@@ -58,6 +58,10 @@ Exclusion: TypeAlias = "tuple[tuple[str, ...], tuple[str, ...], type[Exception],
 do instead. Options are facts about the arguments of a feeder; ``{option}`` in the text is the option."""
 
 
+# Members of the faces that programs use, too.
+_FOR_USERS = frozenset({"key", "read", "target", "lengths", "fingerprint", "storage_statistics"})
+
+
 class Declares:
     """Facts about an object that a feeder gets, and what excludes them."""
 
@@ -66,6 +70,11 @@ class Declares:
     def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return the facts that hold for the object with the ``Arguments`` of a feeder, and how messages show each."""
         return {}
+
+    def __dir__(self) -> list[str]:
+        """Return the names for completion: without the members of the face that are for the kernel."""
+        faces = [each for each in type(self).__mro__ if each is Declares or Declares in each.__bases__]
+        return sorted({*super().__dir__()} - {name for face in faces for name in face_members(face) - _FOR_USERS})
 
 
 class BaseSource(Declares):

@@ -53,6 +53,9 @@ class FailurePolicy:
         photos = aiofeed.ImageFolder("photos")
         decode = aiofeed.DecodeImage(size=224)
         feeder = aiofeed.Feeder(photos, decode=decode, batch_size=32, on_error=policy)
+        for images, labels in feeder:
+            print(images.shape)
+        print(feeder.failures)
         ```
 
     Args:

@@ -127,16 +127,8 @@ else:
     BatchT = TypeVar("BatchT")
 
 
-def _ways() -> Mapping[str, str | Callable[[Any], str]]:
-    """Return what to write in place of an argument that ``Feeder`` does not have, if the add-on is installed."""
-    try:
-        return _load_addon("ways_for_feeder", "a hint")()  # type: ignore[no-any-return]
-    except ImportError:
-        return {}
-
-
 @public
-@explain_arguments(_ways, hint=partial(_hint_at, "positions"))
+@explain_arguments(partial(_hint_at, "arguments", ()), hint=partial(_hint_at, "positions"))
 class Feeder(Generic[BatchT]):
     """Reads, decodes and collates batches ahead and copies them to a device while the training step runs.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
+from aiofeed import _hint_at
 from aiofeed.kernel.core.faces import BY_INDEX, BY_INDICES, BaseSource, passes_on
 from aiofeed.kernel.core.formatting import brief
 from aiofeed.kernel.core.types import hides_secrets
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Indices: TypeAlias = "slice | Sequence[int] | Sequence[bool] | NDArray[Any] | torch.Tensor"
-
-# Methods that datasets of other libraries have.
-_OTHERS = {"map", "filter", "select", "take", "skip", "shuffle", "batch", "shard", "random_split", "train_test_split"}
 
 
 class IndexedSource(BaseSource, Sized):
@@ -85,9 +83,8 @@ class IndexedSource(BaseSource, Sized):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            hint = ": Feeder has decode=, shuffle=, batch_size= and shard=, a source source[indices] and split()"
-            text = f"{type(self).__name__!r} object has no attribute {name!r}{hint * (name in _OTHERS)}"
-            raise AttributeError(text, name=name, obj=self)
+            hint = "" if name.startswith("_") else _hint_at("a source", name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
 
 @passes_on

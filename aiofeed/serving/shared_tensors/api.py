@@ -97,7 +97,7 @@ def share(
         import aiofeed
 
         shared = aiofeed.processes.share({"x": torch.rand(1000, 8)}, "training-data")
-        x = shared.tensors["x"]  # use this one; the original may go
+        x = shared.tensors["x"]  # use this in place of the original
         ```
 
     Tensors in host memory are copied once, into shared memory without a name, unless they are in torch's shared memory

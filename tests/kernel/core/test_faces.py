@@ -148,3 +148,37 @@ def test_a_plain_dtype_is_one_that_torch_has(char: str) -> None:
     except TypeError:
         found = False
     assert is_plain(np.dtype(char)) == found
+
+
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [
+        (lambda: aiofeed.Tensors(torch.arange(4)), {"key", "split", "tensors"}),
+        (lambda: aiofeed.Tensors(torch.arange(4))[:2], {"key", "split"}),
+        (lambda: aiofeed.Files(["a.jpg"]), {"key", "split", "paths", "targets", "read"}),
+        (lambda: aiofeed.Files(["a.jpg", "b.jpg"])[:1], {"key", "split"}),
+        (lambda: aiofeed.FromDataset([1, 2]), {"key", "dataset"}),
+        (lambda: aiofeed.Mixture({"a": aiofeed.Files(["a.jpg"])}), {"key", "names"}),
+        (lambda: aiofeed.Stream([1]), {"length"}),
+        (lambda: aiofeed.Buckets([1, 2], [2], [1, 1]), {"boundaries", "batch_sizes"}),
+        (lambda: aiofeed.DiskCache("train.cache"), {"path", "max_bytes", "verify"}),
+        (lambda: aiofeed.Feeder([1, 2], batch_size=1), {"epochs", "statistics", "explain"}),
+    ],
+)
+def test_completion_shows_no_members_for_the_kernel(made: Any, shown: set[str]) -> None:
+    """Of a source, a plan, a cache and a feeder it shows what programs use."""
+    found = set(dir(made()))
+    assert shown <= found
+    inner = {
+        "adopted",
+        "traits",
+        "given",
+        "gathered",
+        "in_pieces",
+        "for_memory",
+        "facts",
+        "excluded",
+        "new_lister",
+        "wrap",
+    }
+    assert not found & inner
