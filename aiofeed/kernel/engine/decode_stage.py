@@ -79,9 +79,9 @@ class DecodeStage:
         return await job
 
     def decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> None:
-        """Decode whole batches whose samples the job requests; runs in a decode thread. Adds their outcomes to ``made``.
+        """Decode whole batches whose samples the job requests; runs in a decode thread.
 
-        Ends early after one with an error, or if the fetcher no longer reads in jobs.
+        Adds their outcomes to ``made``. Ends early after one with an error, or if the fetcher no longer reads in jobs.
         """
         for batch in batches:
             batch.undecoded = 1

@@ -248,11 +248,9 @@ class SourceFetcher(Fetcher):
             kinds = set(map(type, values))
             if any(issubclass(kind, BaseException) for kind in kinds):
                 return None
-            values = (
-                [bytes(each.data) if type(each) is Uncopied else each for each in values]
-                if Uncopied in kinds
-                else [*values]
-            )
+            values = [*values]
+            if Uncopied in kinds:
+                values = [bytes(each.data) if type(each) is Uncopied else each for each in values]
         assert isinstance(builder, RowBatchBuilder)
         plan, first, count = chunk.plan, chunk.positions[0], len(chunk.positions)
         seeds = [seed_of(plan, position) for position in chunk.positions] if self._takes_seed else None
