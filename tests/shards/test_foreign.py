@@ -181,6 +181,7 @@ def test_damaged_chunks(tmp_path: Path) -> None:
         ({"config": config | {"item_loader": "ParquetLoader"}}, "index.json: its chunks are read by ParquetLoader"),
         ({"config": None}, "index.json: it is damaged"),
         ({"chunks": [index["chunks"][0] | {"filename": "../private"}]}, r"it names the file '\.\./private'"),
+        ({"chunks": [index["chunks"][0] | {"chunk_size": 1 << 50}]}, "cannot have 1125899906842624 samples"),
         ({"chunks": []}, "index.json: it is damaged"),
     ]:
         (folder / "index.json").write_text(json.dumps(index | change))

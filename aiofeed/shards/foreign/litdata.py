@@ -91,6 +91,8 @@ class LitDataShards(Shards):
             for number, entry in enumerate(index["chunks"]):
                 found.append(finder.shard(f"{folder}/{check_foreign_name('filename', entry['filename'], folder)}"))
                 count = entry["chunk_size"] if self._block is None else entry["dim"] // self._block
+                if count > entry["chunk_bytes"]:
+                    raise ValueError(f"{entry['filename']} cannot have {count} samples in {entry['chunk_bytes']} bytes")
                 found[-1].index = read_by(partial(chunks.read, number, first), count)
                 found[-1].extra, first = entry["chunk_bytes"], first + count
         except (AssertionError, *DAMAGED) as error:  # LitData asserts that there are chunks
