@@ -5,18 +5,14 @@ framework is concerned (``benchmarks.simulated``); but not memory bandwidth, cac
 also with default limits on a machine that seems to have N cores, is beside a pool of whole batches. "chunks" are
 decoded in one call, "items" one by one to tensors; "Pillow-like" holds the GIL for 0.3 ms of 1 ms, "pure Python" for
 all of it; "slow reads" wait 20 ms for each sample. Then what else works in one thread; and what default limits reach
-from the second second on, beside the right number of threads. Last, whether the simulation tells the truth: the
-framework's CPU time for JPEGs of 64x64, and for a decoder that sleeps for as long.
+from the second second on, beside the right number of threads. Then whether the simulation tells the truth: the
+framework's CPU time for JPEGs of 64x64, and for a decoder that sleeps for as long. Last, what a job costs: the CPU time
+of batches of 16 samples that cost nothing, and small samples beside ``DataLoader`` without workers.
 
 Targets: 0.97 of the bare pool with 16 and 64 threads, 0.9 with 128, at most 8 us of CPU time per image; default limits
-0.9 of given threads; the framework's time of sleeping decoders at least 0.8 of that of real ones.
-all of it; "slow reads" wait 20 ms for each sample. Then what else works in one thread. Last, whether the simulation
-tells the truth: the framework's CPU time for JPEGs of 64x64, and for a decoder that sleeps for as long. And what a job
-costs: the CPU time of batches of 16 samples that cost nothing, and small samples beside ``DataLoader`` without workers.
-
-Targets: 0.97 of the bare pool with 16 and 64 threads, 0.9 with 128, at most 8 us of CPU time per image; the framework's
-time of sleeping decoders at least 0.8 of that of real ones; 120 us of CPU time for a batch whose samples cost nothing;
-1.0 of ``DataLoader`` for small items of a Dataset in two threads, 1.3 for thumbnails.
+0.9 of given threads; the framework's time of sleeping decoders at least 0.8 of that of real ones; 120 us of CPU time
+for a batch whose samples cost nothing; 1.0 of ``DataLoader`` for small items of a Dataset in two threads, 1.3 for
+thumbnails.
 """
 
 from __future__ import annotations
