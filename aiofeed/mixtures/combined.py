@@ -320,9 +320,10 @@ class MixedSource(_Combined, IndexedSource):
     def gathered(self, indices: NDArray[np.int64], memory: Any) -> list[NDArray[Any]]:
         """Return the rows of each tensor of a batch, and which source each is from."""
         groups = self._groups_now(indices)
-        self._form = self.collate.gathered(groups, memory)
+        batch = self.collate.gathered(groups, memory)
+        self._form = map_leaves(lambda _: None, batch)  # without the memory, which is used again
         numbers = [_numbers_of(groups)] if self._adds_names else []
-        return [*map(array_of, leaves(self._form)), *numbers]
+        return [*map(array_of, leaves(batch)), *numbers]
 
     def form_batch(self, rows: Sequence[Any]) -> Any:
         """Return the batch of the tensors of rows."""

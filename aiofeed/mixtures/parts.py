@@ -128,9 +128,13 @@ class Part:
         """Whether batches are gathered from memory, as rows of tensors."""
         if not self.together or self.source.gathered is None or not self.source.in_memory:
             return False
-        # A table that will be read has them.
-        batch = Rows(self.source, np.zeros(1, np.int64)).batch(HostBufferPool(0)) if self._gathers_now else ()
-        return all(is_tensor(leaf) and len(leaf) == 1 for leaf in leaves(batch[:1]))
+        if not self._gathers_now:  # a table that will be read
+            return True
+        try:
+            batch, _ = Rows(self.source, np.zeros(1, np.int64)).batch(HostBufferPool(0))
+        except OSError:  # the loop names the sample
+            return False
+        return all(is_tensor(leaf) and len(leaf) == 1 for leaf in leaves(batch))
 
     # --- reading
 
