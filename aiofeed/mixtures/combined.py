@@ -315,14 +315,15 @@ class MixedSource(_Combined, IndexedSource):
     @property
     def sample_bytes(self) -> int:
         """Bytes of the largest samples."""
-        return max(source.sample_bytes for source in self._sources)
+        return max(int(source.sample_bytes) for source in self._sources)
 
     def gathered(self, indices: NDArray[np.int64], memory: Any) -> list[NDArray[Any]]:
         """Return the rows of each tensor of a batch, and which source each is from."""
         groups = self._groups_now(indices)
-        self._form = self.collate.gathered(groups, memory)
+        batch = self.collate.gathered(groups, memory)
+        self._form = map_leaves(lambda _: None, batch)  # without the memory, which is used again
         numbers = [_numbers_of(groups)] if self._adds_names else []
-        return [*map(array_of, leaves(self._form)), *numbers]
+        return [*map(array_of, leaves(batch)), *numbers]
 
     def form_batch(self, rows: Sequence[Any]) -> Any:
         """Return the batch of the tensors of rows."""
@@ -394,7 +395,7 @@ class MixedGathered(Gathered):
     @property
     def errors(self) -> Mapping[int, Exception]:  # type: ignore[override]
         """The errors of all sources, by place."""
-        found = {}
+        found: dict[int, Exception] = {}
         for group in self.groups.values():
             values = group.values
             own = values.errors if isinstance(values, Gathered) else dict(enumerate(values))
@@ -436,33 +437,31 @@ class MixedBatches(BuildsBatches):
         Raises:
             CollateError: The samples of two sources do not fit together.
         """
-        parts = self._source.parts
-        batches = [parts[group.number].batch(group.values, lease) for group in groups]
-        firsts = [self._source.key(int(group.local[0] + self._source._starts[group.number])) for group in groups]
-        check_forms(
-            [
-                (parts[group.number].name, form_of(batch, 1), key)
-                for group, batch, key in zip(groups, batches, firsts, strict=True)
-            ]
-        )
+        source = self._source
+        batches = [source.parts[group.number].batch(group.values, lease) for group in groups]
+        forms = [
+            (source.parts[group.number].name, form_of(batch, 1), source._bounds[group.number] + int(group.local[0]))
+            for group, batch in zip(groups, batches, strict=True)
+        ]
+        check_forms(forms, source.key)
         return merged(batches, [group.places for group in groups], lease)
 
     def build(self, found: Sequence[Found], keys: Sequence[str], lease: Any) -> Any:
         """Return the batch of samples, of which some are gathered together; raises as ``gathered``."""
-        parts, groups = self._source.parts, dict[int, list[int]]()
+        source, groups = self._source, dict[int, list[int]]()
         for place, each in enumerate(found):
             groups.setdefault(each.part, []).append(place)
         batches, places, singly, forms = list[Any](), list[Any](), list[int](), []
         for number, at in sorted(groups.items()):
-            first = form_of(found[at[0]].value)
-            if parts[number].together:
-                batches.append(parts[number].batch([found[place].value for place in at], lease))
+            part, (_, first, value) = source.parts[number], found[at[0]]
+            if part.together:
+                batches.append(part.batch([found[place].value for place in at], lease))
                 places.append(at)
-                first = form_of(batches[-1], 1)
             else:
                 singly += at
-            forms.append((parts[number].name, first, keys[at[0]]))
-        check_forms(forms)
+            form = form_of(batches[-1], 1) if part.together else form_of(value)
+            forms.append((part.name, form, source._bounds[number] + first))
+        check_forms(forms, source.key)
         if singly:
             singly.sort()
             builder = DefaultCollateBuilder(len(found), lease, may_keep=True)

@@ -391,8 +391,9 @@ def _combined(parts: Sequence[Part], names: bool) -> BaseSource:
     """Return the sources as one, whose indices count through them in order."""
     sources: list[Any] = [part.source for part in parts]
     decoded = any(part.decode for part in parts)
-    if not (names or decoded) and (joined := _joined(sources)) is not None:
-        return joined
+    wholes = [source.whole if type(source) is Subset else source for source in sources]
+    if all(whole.joined for whole in wholes) and not (names or decoded):
+        return _joined(sources, wholes)
     items, kinds = [source.traits.items for source in sources], {source.traits.decode for source in sources}
     if all(items) and not decoded:
         return CombinedDatasets(parts, names)
@@ -408,11 +409,10 @@ def _combined(parts: Sequence[Part], names: bool) -> BaseSource:
     return MixedSource(parts, names, own)
 
 
-def _joined(sources: list[Any]) -> BaseSource | None:
-    """Return sources, or parts of them, that the first one joins to itself; ``None``: it does not."""
-    wholes = [source.whole if type(source) is Subset else source for source in sources]
-    joined: BaseSource | None = wholes[0].joined(wholes[1:])
-    if joined is None or wholes == sources:
+def _joined(sources: list[Any], wholes: list[Any]) -> BaseSource:
+    """Return parts of sources that the first one joins to itself."""
+    joined: BaseSource = wholes[0].joined(wholes[1:])
+    if wholes == sources:
         return joined
     starts = accumulate(map(len, wholes), initial=0)
     rows = [

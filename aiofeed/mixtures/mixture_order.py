@@ -524,7 +524,7 @@ class MixtureOrder(Lister):
                     f"the source {self._names[source]!r} would be passed through more often than max_repeats={most}: "
                     f"give it a smaller weight, or train for fewer samples"
                 )
-        found = self._offsets[sources] + self._local(sources, numbers)
+        found: Int64 = self._offsets[sources] + self._local(sources, numbers)
         return found if self._kept is None else self._kept[found]
 
     def _drawn(self, source: int, numbers: Int64) -> Int64:

@@ -59,14 +59,12 @@ class Group:
 class Rows(Gathered):
     """Samples that a source gathers from memory."""
 
-    def __init__(self, source: BaseSource, local: NDArray[np.int64]) -> None:
+    def __init__(self, source: Any, local: NDArray[np.int64]) -> None:
         super().__init__(len(local))
-        assert source.gathered is not None
         self._source, self._local = source, local
         self._rows = source.gathered(local, HostBufferPool(0))
 
     def __iter__(self) -> Iterator[Any]:
-        assert self._source.read_now is not None
         return iter(self._source.read_now(self._local.tolist()))
 
     def batch(self, lease: BufferLease) -> tuple[Any, int]:
@@ -89,7 +87,7 @@ class Part:
         self, name: str, source: BaseSource, decode: Callable[..., Any] | None = None, together: bool = False
     ) -> None:
         self.name: str = name
-        self.source: BaseSource = source
+        self.source: Any = source
         self.decode: Callable[..., Any] | None = decode
         self.together: bool = together
         own = source.decoder if source.traits.decode == "none" else None
@@ -130,9 +128,13 @@ class Part:
         """Whether batches are gathered from memory, as rows of tensors."""
         if not self.together or self.source.gathered is None or not self.source.in_memory:
             return False
-        # A table that will be read has them.
-        batch = Rows(self.source, np.zeros(1, np.int64)).batch(HostBufferPool(0)) if self._gathers_now else ()
-        return all(is_tensor(leaf) and len(leaf) == 1 for leaf in leaves(batch[:1]))
+        if not self._gathers_now:  # a table that will be read
+            return True
+        try:
+            batch, _ = Rows(self.source, np.zeros(1, np.int64)).batch(HostBufferPool(0))
+        except OSError:  # the loop names the sample
+            return False
+        return all(is_tensor(leaf) and len(leaf) == 1 for leaf in leaves(batch))
 
     # --- reading
 
@@ -144,40 +146,34 @@ class Part:
         if source.traits.items:
             return await self._call(indices)
         if group.plan is not None and source.read_planned is not None:
-            return await source.read_planned(indices, group.plan, places)
+            return await source.read_planned(indices, group.plan, places)  # type: ignore[no-any-return]
         if source.read_many is not None:
-            return await source.read_many(indices)
+            return await source.read_many(indices)  # type: ignore[no-any-return]
         singly = await asyncio.gather(*[caught(source.read(each)) for each in indices])
         return [sample if error is None else error for sample, error in singly]
 
     def read_now(self, local: NDArray[np.int64]) -> Sequence[Any]:
         """Read samples in the calling thread."""
-        assert self.source.read_now is not None
         return Rows(self.source, local) if self._gathers_now else self.source.read_now(local.tolist())
 
     async def gather(self, shards: Mapping[int, Sequence[tuple[Group, NDArray[np.int64]]]], run: Any) -> None:
         """Read samples of shards ahead, or all of a batch: for each shard groups, and places in these."""
         source, [(first, _), *_] = self.source, next(iter(shards.values()))
-        if not isinstance(first.values, Gathered):
-            for each in shards.values():
-                if not source.looks_ahead:
-                    [(group, _)] = each
-                    group.values = await self.read(group, group.places.tolist())
-                    continue
-                local = np.concatenate([group.local[at] for group, at in each])
-                values = iter(await self.read(Group(first.number, local, local), ()))
+        gathers = isinstance(first.values, Gathered)
+        if gathers and source.gather_several is not None:
+            await source.gather_several({shard: _targets(each) for shard, each in shards.items()}, run)
+            return
+        for shard, each in shards.items():
+            local, (group, _) = np.concatenate([group.local[at] for group, at in each]), each[0]
+            if gathers:
+                await source.gather_ahead(local, _targets(each), run, shard)
+            elif source.looks_ahead:
+                values = iter(await self.read(Group(group.number, local, local), ()))
                 for group, at in each:
                     for place in at.tolist():
                         group.values[place] = next(values)
-            return
-        targets = {shard: [(group.values, at) for group, at in each] for shard, each in shards.items()}
-        if source.gather_several is not None:
-            await source.gather_several(targets, run)
-            return
-        assert source.gather_ahead is not None
-        for shard, each in shards.items():
-            local = np.concatenate([group.local[at] for group, at in each])
-            await source.gather_ahead(local, targets[shard], run, shard)
+            else:
+                group.values = await self.read(group, group.places.tolist())
 
     async def _call(self, indices: Sequence[int]) -> list[Any]:
         """Request the items of a ``Dataset`` in a thread, as soon as its ``threads=`` allow."""
@@ -189,25 +185,18 @@ class Part:
             raise
 
     def _items(self, indices: Sequence[int], control: JobControl) -> list[Any]:
-        source: Any = self.source
-        if self._calls is None:
-            self._calls = DatasetCalls(source)
-        found: list[Any] = []
+        source, found = self.source, list[Any]()
+        self._calls = self._calls or DatasetCalls(source)
 
         def request() -> None:
-            if has_getitems(source.dataset):
-                try:
-                    found.extend(source.items(indices))
-                    return
-                except BaseException:  # noqa: BLE001 - the user's Dataset may raise anything; one by one, it gets a name
-                    found.clear()
-            for index in indices:
-                if control.stop.is_set():
+            # Together, if it can do that; then one by one, so that an error becomes the value of its sample.
+            for some in [*([indices] if has_getitems(source.dataset) else ()), *([each] for each in indices)]:
+                if control.stop.is_set() or len(found) == len(indices):
                     return
                 try:
-                    found.extend(source.items([index]))
-                except BaseException as error:  # noqa: BLE001 - as above: it becomes the value of this sample
-                    found.append(error)
+                    found.extend(source.items(some))
+                except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything
+                    found.extend([error] * (len(some) == 1))
 
         with DatasetSlot(self._calls, indices[0], control) as slot:
             slot.call(request)
@@ -231,7 +220,6 @@ class Part:
         if isinstance(values, Gathered) and (type(values) is Rows or not self._gathers_rows):
             return values.batch(lease)[0]
         if not self._gathers_rows:
-            assert self.source.collate is not None
             return self.source.collate(list(values))
         assert self._row is not None
         builder = RowBatchBuilder(self._row, len(values), lease, targets=False)
@@ -251,6 +239,10 @@ class Part:
             found = list(leaves.values()) if all(type(name) is int for name in leaves) else leaves
         takes = any(decoder.takes_target for decoder in self.decoders)
         return found if self.source.target is None or takes else [found, None]
+
+
+def _targets(groups: Sequence[tuple[Group, Any]]) -> list[tuple[Any, Any]]:
+    return [(group.values, at) for group, at in groups]
 
 
 def _tensor(leaf: Any) -> Any:
@@ -302,12 +294,12 @@ def may_fit(one: Any, other: Any) -> bool:
 def array_of(leaf: Any) -> Any:
     """Return the array of a leaf of a batch; ``None`` if it has none, or numpy lacks its dtype."""
     if type(leaf) is HostTensor:
-        return leaf.memory if leaf.axes is leaf.torch_dtype is None else None
+        return leaf.memory if leaf.axes is None and leaf.torch_dtype is None else None
     found, torch_dtype = as_array(leaf)
     return found if torch_dtype is None else None
 
 
-def merged(batches: Sequence[Any], places: Sequence[Sequence[int]], lease: BufferLease) -> Any:
+def merged(batches: Sequence[Any], places: Sequence[Any], lease: BufferLease) -> Any:
     """Return one batch of the batches of several parts, which fit together and whose samples have these places."""
     first = batches[0]
     if len(batches) == 1:
@@ -359,13 +351,13 @@ def form_of(sample: Any, axes: int = 0) -> Any:
     return "text" if isinstance(found, str | bytes) else kind_of(found)
 
 
-def check_forms(forms: Sequence[tuple[str, Any, str]]) -> None:
-    """Raise ``CollateError`` if samples of two parts differ; each is given as part, form and the key of a sample."""
-    one = forms[0]
-    for other in forms:
-        if not may_fit(one[1], other[1]):
+def check_forms(forms: Sequence[tuple[str, Any, int]], key: Callable[[int], str]) -> None:
+    """Raise ``CollateError`` if samples of two parts differ; each is given as part, form and the index of a sample."""
+    (name, form, index), *others = forms
+    for other, found, at in others:
+        if not may_fit(form, found):
             raise CollateError(
-                f"the samples of a batch do not fit together: those of {one[0]!r} are {text_of(one[1])}, those of "
-                f"{other[0]!r} {text_of(other[1])} ({one[2]!r} and {other[2]!r}); make them alike with "
+                f"the samples of a batch do not fit together: those of {name!r} are {text_of(form)}, those of "
+                f"{other!r} {text_of(found)} ({key(index)!r} and {key(at)!r}); make them alike with "
                 f"Mixture(decode={{...}}), or pass collate_fn="
             )

@@ -202,14 +202,12 @@ class Tokens(IndexedSource):
             self.in_memory, self.answers_at_once = False, False
             self.read_planned, self.read_now = self._read_planned, None  # type: ignore[method-assign, assignment]
 
-    def joined(self, others: Sequence[Any], /) -> Tokens | None:
-        """Return these windows, followed by those of others; ``None`` if others are no ``Tokens``.
+    def joined(self, others: Sequence[Tokens]) -> Tokens:
+        """Return these windows, followed by those of others.
 
         Raises:
             ValueError: ``block`` or ``targets`` differ.
         """
-        if not all(isinstance(other, Tokens) for other in others):
-            return None
         for other in others:
             if (other.block, other.targets, other._extras) != (self.block, self.targets, self._extras):
                 raise ValueError(

@@ -286,12 +286,8 @@ class BaseSource(Declares):
         """
         return self
 
-    def joined(self, others: Sequence[Any], /) -> BaseSource | None:
-        """Return the source of its samples and, behind them, those of others, if it gathers all; ``None``: it does not.
-
-        Wrappers do not pass this on.
-        """
-        return None
+    joined: Callable[[Sequence[Any]], Any] | None = None
+    """Returns one source of its samples and, behind them, those of others that have this member; wrappers have not."""
 
     def order(self, seed: int, *, shuffle: bool, excluded: NDArray[np.int64] | None = None) -> Any:
         """Return the ``Lister`` of a source that is ``ordered``, without samples that are excluded."""
@@ -335,9 +331,7 @@ def passes_on(kind: SourceT) -> SourceT:
 
     A method ``_passed(self, name, member)`` changes a member for the wrapper; a class may do without.
     """
-    for name in (
-        (face_members(BaseSource) | face_members(Declares)) - vars(kind).keys() - {"adopted", "for_memory", "joined"}
-    ):
+    for name in (face_members(BaseSource) | face_members(Declares)) - {*vars(kind), "adopted", "for_memory", "joined"}:
         setattr(kind, name, default(partial(_passed, name)))
     return kind
 

@@ -176,12 +176,11 @@ def fingerprint_of(source: BaseSource, length: int) -> str:
 def names_of(source: BaseSource, length: int) -> str:
     """Return the source's own ``fingerprint()``, or a hash of its type, length and keys."""
     own = source.fingerprint()
-    kind = type(source.given).__qualname__
     if own is not None:
         if not isinstance(own, str):
-            raise TypeError(f"{kind}.fingerprint() must return a str, got {own!r}")
+            raise TypeError(f"{type(source.given).__name__}.fingerprint() must return a str, got {own!r}")
         return own
-    named = fingerprint(kind, length, lambda index: str(source.key(index)))
+    named = fingerprint(type(source.given).__qualname__, length, lambda index: str(source.key(index)))
     return named if source.rows is None else part_fingerprint(named, source.rows)
 
 
