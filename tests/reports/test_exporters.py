@@ -233,7 +233,12 @@ def test_imports_nothing() -> None:
 
 def test_every_field_is_exported() -> None:
     """Each number of the statistics is a metric, except the time of the first batch of the first epoch."""
-    fields = {f.name for f in dataclasses.fields(FeedStatistics)} - {"first_batch_s", "by_source", "tokens_by_source", "storage"}
+    fields = {f.name for f in dataclasses.fields(FeedStatistics)} - {
+        "first_batch_s",
+        "by_source",
+        "tokens_by_source",
+        "storage",
+    }
     fields |= {f"storage.{f.name}" for f in dataclasses.fields(StorageStatistics)}
     assert {metric.field for metric in METRICS} == fields
 
