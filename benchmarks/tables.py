@@ -4,18 +4,24 @@
 256. ``Table``, also by threads as for a device, is compared with ``DataLoader`` over the dataset with two workers.
 "bytes" are rows of 20 KB of bytes and an integer, without decoding, in batches of 64. JSON Lines: ``Stream`` of a
 generator that parses 100,000 lines of 12 fields, batches of 256 dicts, beside a bare loop that only parses them. Token
-lists: ``Pack`` over a table of 20,000 lists, rows of 2,048, batch 8, beside a ``DataLoader`` of rows packed before.
+lists: ``Pack`` over a table of 20,000 lists, rows of 2,048, batch 8, beside a ``DataLoader`` of rows packed before. Raw
+text: ``Pack("decoded")`` over texts of 80 characters with a decoder that sleeps 2 ms, as a tokenizer computes
+without the GIL, beside a pool of 16 threads that only decodes.
 
 Targets: 10 times ``DataLoader``, also by threads; for bytes the speed of ``DataLoader`` without workers; for JSON Lines
-0.6 of parsing; for token lists at most 5 times the processor time of ``DataLoader``, some 10 ns a token.
+0.6 of parsing; for token lists at most 5 times the processor time of ``DataLoader``, some 10 ns a token; for raw text
+0.9 of the pool.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,6 +67,8 @@ def run(settings: Settings) -> list[Figure]:
     of_lists = interleave(
         [Contender(each, packed, {"documents": documents, "kind": each}) for each in ("Pack", PACKED_LOADER)], settings
     )
+    texts = [Contender(each, raw_text, {"path": path, "kind": each}) for each in ("Pack, decoded", "pool")]
+    of_texts = interleave(texts, settings)
     return [
         race.speed("Table", LOADER, 10),
         race.speed("Table, threads", LOADER, 10, "threads"),
@@ -72,6 +80,8 @@ def run(settings: Settings) -> list[Figure]:
         *of_lines.rates("lines", "JSON Lines"),
         of_lists.cpu("Pack", PACKED_LOADER, 5, "token lists"),
         *of_lists.rates("tokens", "token lists"),
+        of_texts.speed("Pack, decoded", "pool", 0.9, "raw text"),
+        *of_texts.rates("tokens", "raw text"),
     ]
 
 
@@ -197,3 +207,25 @@ def packed(documents: int, kind: str) -> AbstractContextManager[Measure]:
     table = aiofeed.Table(pa.table({"ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))}))
     plan = aiofeed.Pack(context=2048, rows=8)
     return fed(aiofeed.Feeder(table, batch_size=plan, shuffle=True), lambda batch: batch["ids"].numel())
+
+
+def tokenized(row: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(0.002)
+    return {"ids": np.frombuffer(row["text"].encode(), np.uint8)}
+
+
+def raw_text(path: str, kind: str) -> AbstractContextManager[Measure]:
+    rows, threads = list(islice(parsed(path), 10_000)), 16
+    if kind == "pool":
+        pool = ThreadPoolExecutor(threads)
+        return epochs(lambda: pool.map(tokenized, rows), lambda sample: len(sample["ids"]))
+    import pyarrow as pa
+
+    feeder: aiofeed.Feeder[Any] = aiofeed.Feeder(
+        aiofeed.Table(pa.Table.from_pylist([{"text": row["text"]} for row in rows])),
+        decode=tokenized,
+        batch_size=aiofeed.Pack("decoded", context=2048, rows=8),
+        shuffle=True,
+        limits=aiofeed.Limits(decode_threads=threads),
+    )
+    return fed(feeder, lambda batch: int((batch["document_ids"] >= 0).sum()))
