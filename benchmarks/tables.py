@@ -5,11 +5,13 @@
 "bytes" are rows of 20 KB of bytes and an integer, without decoding, in batches of 64. JSON Lines: ``Stream`` of a
 generator that parses 100,000 lines of 12 fields, batches of 256 dicts, beside a bare loop that only parses them. Token
 lists: ``Pack`` over a table of 20,000 lists, rows of 2,048, batch 8, beside a ``DataLoader`` of rows packed before.
-"narrow": Parquet of 24 MB, rows of 8 bytes, batches of 64, first in memory, as by default, then by row groups.
+"narrow": Parquet of 24 MB, rows of 8 bytes, batches of 64, first in memory, as by default, then by row groups. Raw
+text: ``Pack("decoded")`` over texts of 80 characters with a decoder that sleeps 2 ms, as a tokenizer computes without
+the GIL, beside a pool of 16 threads that only decodes.
 
 Targets: 10 times ``DataLoader``, also by threads; for bytes the speed of ``DataLoader`` without workers; for JSON Lines
 0.6 of parsing; for token lists at most 5 times the processor time of ``DataLoader``, some 10 ns a token; for narrow
-rows the first batch after 0.5 s, then 40 us for each.
+rows the first batch after 0.5 s, then 40 us for each; for raw text 0.9 of the pool.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
@@ -69,6 +72,8 @@ def run(settings: Settings) -> list[Figure]:
         [Contender(each, narrow_rows, {**options, "whole": each == WHOLE}) for each in (WHOLE, GROUPS)], settings
     )
     batch_us = tuple(1e6 * 64 / rate for rate in of_narrow.rate(WHOLE))
+    texts = [Contender(each, raw_text, {"path": path, "kind": each}) for each in ("Pack, decoded", "pool")]
+    of_texts = interleave(texts, settings)
     return [
         race.speed("Table", LOADER, 10),
         race.speed("Table, threads", LOADER, 10, "threads"),
@@ -84,6 +89,8 @@ def run(settings: Settings) -> list[Figure]:
         Figure("narrow: a batch", batch_us, "us", at_most(40)),
         of_narrow.speed(WHOLE, GROUPS, None, "narrow"),
         *of_narrow.rates("rows", "narrow"),
+        of_texts.speed("Pack, decoded", "pool", 0.9, "raw text"),
+        *of_texts.rates("tokens", "raw text"),
     ]
 
 
@@ -241,3 +248,25 @@ def packed(documents: int, kind: str) -> AbstractContextManager[Measure]:
     table = aiofeed.Table(pa.table({"ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))}))
     plan = aiofeed.Pack(context=2048, rows=8)
     return fed(aiofeed.Feeder(table, batch_size=plan, shuffle=True), lambda batch: batch["ids"].numel())
+
+
+def tokenized(row: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(0.002)
+    return {"ids": np.frombuffer(row["text"].encode(), np.uint8)}
+
+
+def raw_text(path: str, kind: str) -> AbstractContextManager[Measure]:
+    rows, threads = list(islice(parsed(path), 10_000)), 16
+    if kind == "pool":
+        pool = ThreadPoolExecutor(threads)
+        return epochs(lambda: pool.map(tokenized, rows), lambda sample: len(sample["ids"]))
+    import pyarrow as pa
+
+    feeder: aiofeed.Feeder[Any] = aiofeed.Feeder(
+        aiofeed.Table(pa.Table.from_pylist([{"text": row["text"]} for row in rows])),
+        decode=tokenized,
+        batch_size=aiofeed.Pack("decoded", context=2048, rows=8),
+        shuffle=True,
+        limits=aiofeed.Limits(decode_threads=threads),
+    )
+    return fed(feeder, lambda batch: int((batch["document_ids"] >= 0).sum()))

@@ -172,10 +172,7 @@ class LengthPlan(Plan):
             TypeError, ValueError: They are no lengths of that many samples.
         """
         if self.streams and self._lengths is None:
-            raise ValueError(
-                f"{self} measures the items of a Stream: pass lengths=, which may be 'measure', or 'decoded', which "
-                f"measures what decode= returns"
-            )
+            raise ValueError(f"{self} measures the items of a Stream: pass lengths=, also 'measure' or 'decoded'")
         if self._lengths is None:
             assert callable(self._given)
             self.use([self._given(index) for index in range(samples)])

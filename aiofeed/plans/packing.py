@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from aiofeed import _load_addon
-from aiofeed.kernel.core.faces import BaseSource, Exclusion, bind_decoder
+from aiofeed.kernel.core.faces import Exclusion, bind_decoder
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_bool, check_callable, check_int_from, check_positive_int
 from aiofeed.kernel.runtime.tensors import unchanged
@@ -173,10 +173,9 @@ class Pack(LengthPlan):
         words = f"{arguments.source!r}, in which {others} cannot be packed,"
         return {"Pack": "Pack"} | ({"samples that are no documents": words} if others else {})
 
-    def new_collate(self, source: BaseSource) -> Any:
+    def new_collate(self) -> Any:
         """Return what puts the documents of a batch into rows."""
-        names = source.source_names
-        return _load_addon("PackCollate", "Pack")(self.rows, self.context, self.separator, self.pad, names)
+        return _load_addon("PackCollate", "Pack")(self.rows, self.context, self.separator, self.pad)
 
     @property
     def typical_samples(self) -> int:

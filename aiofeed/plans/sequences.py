@@ -9,7 +9,7 @@ import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from numbers import Real
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from aiofeed.kernel.core.faces import BuildsBatches
+from aiofeed.kernel.core.faces import BaseSource, BuildsBatches
 from aiofeed.kernel.core.formatting import brief
 from aiofeed.kernel.core.types import BatchPlan, Gathered, HostTensor, Located, public
 from aiofeed.kernel.core.validation import check_positive_int
@@ -236,6 +236,10 @@ class PackCollate(BuildsBatches):
     separator: Fill | None
     pad: Fill
     names: Sequence[str] = ()
+
+    def for_source(self, source: BaseSource, /) -> PackCollate:
+        """Return the one that knows the names which a source adds to samples."""
+        return replace(self, names=source.source_names)
 
     def new_builder(self, plan: BatchPlan, lease: BufferLease) -> BatchBuilder:
         """Return the builder of a planned batch, in memory of the lease."""

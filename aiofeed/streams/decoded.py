@@ -6,12 +6,45 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.sampling.schedule import Position
 from aiofeed.streams.stream import Stream
 from aiofeed.streams.stream_epochs import Blocks, Measured, Snapshot, items_of
 
 if TYPE_CHECKING:
     from aiofeed.kernel.feeder.feeder import Feeder
+
+
+def decode_first(a: Any, new_feeder: Any) -> None:
+    """Let a feeder of its own read and decode the samples, and form batches of those as of a stream.
+
+    Args:
+        a: The ``Arguments`` of a feeder, which get the stream and lose the options that act on samples.
+        new_feeder: ``Feeder``.
+    """
+    feeder = new_feeder(
+        a.source,
+        decode=a.decode,
+        batch_size=64,  # few jobs, and a first batch that does not wait for many samples
+        shuffle=a.shuffle,
+        sampler=a.sampler,
+        weights=a.weights,
+        seed=a.seed,
+        pad=a.pad,
+        collate_fn=a.plan.decoded,
+        on_error=a.on_error,
+        cache=a.cache,
+        limits=a.limits,
+        # Without padding, ranks may differ, and each decodes its own samples only.
+        shard=None if a.pad else a.shard,
+        exclude=a.exclude,
+        engine=a.engine,
+        keys=True,
+    )
+    a.source = a.adopted = DecodedStream(feeder, sharded=not a.pad)
+    a.decode = a.sampler = a.weights = a.cache = a.exclude = None
+    a.shuffle, a.on_error, a.engines, a.ray = False, FailurePolicy(), 0, None
+    a._choose_source()
 
 
 class DecodedStream(Stream):
@@ -26,12 +59,10 @@ class DecodedStream(Stream):
         super().__init__(partial(DecodedSamples, feeder), sharded=sharded)
         self.feeder: Feeder[Any] = feeder
         self.given: Any = feeder.dataset
+        self.name: str = f"{feeder._source!r}, decoded"
         self.source_names: Sequence[str] = feeder._source.source_names
         # Engines that use it: one may start before the one before it has ended.
         self._engines: list[None] = []
-
-    def __repr__(self) -> str:
-        return f"{self.feeder._source!r}, decoded"
 
     def fingerprint(self) -> str:
         """Identifies the source and its order."""
@@ -41,7 +72,7 @@ class DecodedStream(Stream):
     def named(self, index: int, /) -> Any:
         """Return the name of the sample of an ``ItemNumber``; of another number the place in the epoch."""
         found = items_of([index])
-        return found[0][1] if found else f"sample {index} of an epoch of {self!r}"
+        return found[0][1] if found else f"sample {index} of an epoch of {self.name}"
 
     def key(self, index: int, /) -> str:
         """Return the name as a text."""
@@ -92,12 +123,9 @@ class DecodedSamples:
 
     def __iter__(self) -> Iterator[Any]:
         """Go on from the position, or begin the epoch."""
-        used, batches = self._used, iter(self._feeder)
-        while True:
-            self._before = self._feeder.state_dict()
-            if (batch := next(batches, None)) is None:
-                return
+        used, self._before = self._used, self._feeder.state_dict()
+        for batch in self._feeder:
             for self._used, item in enumerate(zip(*batch, strict=True), 1):
                 if self._used > used:
                     yield item
-            used = 0
+            used, self._used, self._before = 0, 0, self._feeder.state_dict()

@@ -472,6 +472,10 @@ class BuildsBatches(ABC):
     def new_builder(self, plan: BatchPlan, lease: Any, /) -> Any:
         """Return the ``BatchBuilder`` of a planned batch, in memory of a lease."""
 
+    def for_source(self, source: BaseSource, /) -> BuildsBatches:
+        """Return the object for batches of a source."""
+        return self
+
     def by_row(self, plan: BatchPlan, indices: Sequence[int], keys: list[Any]) -> list[Any]:
         """Return the keys of the samples of a batch, which has these ``indices``, as ``keys=True`` gives them."""
         return keys

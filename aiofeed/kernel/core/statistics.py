@@ -210,9 +210,9 @@ class FeedStatistics:
         by_source: With a ``Mixture`` the samples of each source that all ranks have drawn since the first epoch, up to
             the position of ``state_dict()``, with those that ``drop_last=True`` left out of ended epochs; with
             ``lengths="decoded"`` those that are decoded. Otherwise empty.
-        tokens_by_source: With a ``Mixture`` and a plan with lengths, the tokens of these samples. Otherwise empty.
         storage: The requests for objects at URLs, and the use of an ``EncodedCache``, since the source was made.
             ``None`` for other sources, and with ``engine="process"``, whose processes make the requests.
+        tokens_by_source: With a ``Mixture`` and a plan with lengths the tokens of these samples. Otherwise empty.
     """
 
     samples: int = 0
@@ -235,8 +235,8 @@ class FeedStatistics:
     decode_threads: int = 0
     chunk_size: int = 0
     by_source: Mapping[str, int] = field(default_factory=dict)
-    tokens_by_source: Mapping[str, int] = field(default_factory=dict)
     storage: StorageStatistics | None = None
+    tokens_by_source: Mapping[str, int] = field(default_factory=dict)
 
     def scalars(self, prefix: str = "aiofeed/") -> dict[str, float]:
         """Return a flat dict of numbers with stable names, e.g. for ``wandb.log`` or TensorBoard.

@@ -21,6 +21,7 @@ from aiofeed.kernel.core.faces import (
     BaseDevice,
     BaseSource,
     BoundDecoder,
+    BuildsBatches,
     CacheStore,
     Exclusion,
     adapt_shards,
@@ -428,8 +429,8 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     order = new_order(a)
     source = a.adopted.for_neighbours() if "neighbours come together" in facts else a.adopted
     collate_fn: Any = a.collate_fn
-    if a.plan is not None and (packs := a.plan.new_collate(a.adopted)) is not None:
-        collate_fn = packs
+    if a.plan is not None and (packs := a.plan.new_collate()) is not None:
+        collate_fn = packs.for_source(a.adopted) if isinstance(packs, BuildsBatches) else packs
         source = source if a.decode else source.in_pieces()
     elif collate_fn is a.cache is a.decode is None and not source.traits.in_memory:
         source = source.in_batches()

@@ -27,11 +27,7 @@ from aiofeed.kernel.feeder.rules import check
 from aiofeed.kernel.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.kernel.runtime import threads
 from aiofeed.kernel.runtime.threads import JOIN_S
-from aiofeed.kernel.sampling.lister import Plan
 from aiofeed.kernel.sampling.progress import Checkpoint, Trail
-
-# Samples of a batch that is decoded for a plan: few jobs, and a first batch that does not wait for many samples.
-DECODED_SAMPLES = 64
 
 if TYPE_CHECKING:
     from typing import Required, TypeAlias, TypedDict, Unpack, overload
@@ -48,6 +44,7 @@ if TYPE_CHECKING:
     from aiofeed.kernel.core.types import Decoder, RandomDecoder, Source
     from aiofeed.kernel.decoders.image import DecodeImage
     from aiofeed.kernel.devices.resolve import Device
+    from aiofeed.kernel.sampling.lister import Plan
     from aiofeed.kernel.sampling.schedule import Shuffle
     from aiofeed.kernel.sampling.state import SavedState
     from aiofeed.kernel.sources.dataset import FromDataset, MapDataset
@@ -327,30 +324,6 @@ class Feeder(Generic[BatchT]):
         timeline: bool = True,
         keys: bool = False,
     ) -> None:
-        if isinstance(batch_size, Plan) and batch_size.decoded is not None:
-            # A feeder of its own reads and decodes, so that each option acts on samples as without a plan.
-            decoded: Feeder[Any] = Feeder(
-                source,
-                decode=decode,
-                batch_size=DECODED_SAMPLES,
-                shuffle=shuffle,
-                sampler=sampler,
-                weights=weights,
-                seed=seed,
-                pad=pad,
-                collate_fn=batch_size.decoded,
-                on_error=on_error,
-                cache=cache,
-                limits=None if limits is None else replace(limits, prefetch_batches=None),
-                # Without padding, ranks may differ, and each decodes its own samples only.
-                shard=None if pad else shard,
-                exclude=exclude,
-                engine=engine,
-                keys=True,
-            )
-            source = _load_addon("DecodedStream", 'lengths="decoded"')(decoded, sharded=not pad)
-            decode = sampler = weights = cache = exclude = None
-            shuffle, on_error, engine = False, "raise", "thread"
         arguments = Arguments(
             source=source,
             decode=decode,
@@ -377,7 +350,9 @@ class Feeder(Generic[BatchT]):
             timeline=timeline,
             keys=keys,
         )
-        if (plan := arguments.plan) is not None and (plan.measures or (plan.streams and arguments.traits.indexed)):
+        if (plan := arguments.plan) is not None and plan.decoded is not None:
+            _load_addon("decode_first", 'lengths="decoded"')(arguments, Feeder)
+        elif plan is not None and (plan.measures or (plan.streams and arguments.traits.indexed)):
             check(arguments)
             _load_addon("measure_lengths", 'lengths="measure"')(plan, arguments, Feeder)
         self._source, self._length = arguments.adopted, arguments.length

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
-from aiofeed.kernel.core.faces import BaseSource, Declares
+from aiofeed.kernel.core.faces import Declares
 from aiofeed.kernel.sampling.order import EpochList, Int64
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 
@@ -114,7 +113,7 @@ class Plan(Declares, ABC):
     """
 
     streams: bool = False
-    decoded: Callable[[list[Any]], list[tuple[Any, int]]] | None = None
+    decoded: Any = None
     measures: bool = False
     shapes: int = 0
 
@@ -126,6 +125,6 @@ class Plan(Declares, ABC):
             TypeError, ValueError: The plan is not for so many samples.
         """
 
-    def new_collate(self, source: BaseSource) -> Any:
+    def new_collate(self) -> Any:
         """Return what makes batches in place of ``collate_fn``, see ``builder_factory``; ``None``: the default."""
         return None
