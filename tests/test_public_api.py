@@ -158,9 +158,8 @@ def names_of(task: str) -> list[str]:
 def overview() -> str:
     """The content of docs/api.md."""
     text = (
-        "# API\n\nAll public names, by task, without the `aiofeed.` in front. The page of a task describes them, with an "
-        "example of each. "
-        "Everything else may change without notice.\n\n| task | names |\n| --- | --- |\n"
+        "# API\n\nAll public names, by task, without the `aiofeed.` in front. The page of a task describes them, with "
+        "an example of each. Everything else may change without notice.\n\n| task | names |\n| --- | --- |\n"
     )
     for task, (file, _) in PAGES.items():
         names = ", ".join(f"[`{name.removeprefix('aiofeed.')}`][{name}]" for name in names_of(task))
