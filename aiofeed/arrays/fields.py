@@ -171,11 +171,11 @@ class DenseField:
         few = needed >= MANY and math.prod(self._full) * joined.dtype.itemsize < needed * LARGE
         few |= MANY * math.prod(self._full[1:]) <= math.prod(joined.shape[1:])
         self.is_mapped: bool = few and len(joined.parts) == 1 and joined.first.mapped_values() is not None
-        # The axes along which samples begin at different places, or of which a chunk has a part. They come first where
-        # chunks are copied, by blocks.
-        parts = not self.is_mapped
-        cut = zip(self._axes, joined.cut_axes, strict=True)
-        self._varying = [number for number, (axis, several) in enumerate(cut) if axis is not None or several & parts]
+        # The axes along which samples begin at different places, or a chunk and a sample have parts of each other. They
+        # come first where chunks are copied, by blocks.
+        cut = zip(joined.cut_axes, joined.shape, selections, strict=True)
+        is_part = [(cuts and not self.is_mapped) or each.offsets != range(size) for cuts, size, each in cut]
+        self._varying = [at for at, axis in enumerate(self._axes) if axis is not None or is_part[at]]
         self._turned = sorted(range(len(self._axes)), key=lambda number: number not in self._varying)
         self._steps = steps[self._varying, None, None]
         self._offsets, self._firsts, self._lengths = blocks[:, self._varying, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import glob
 import os
 import re
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.arrays.chunked import ChunkedArray, opened, scaling_of, text
+from aiofeed.arrays.chunked import ChunkedArray, opened, scaling_of, text, times
 from aiofeed.arrays.hdf5 import attributes_of, open_hdf5
 from aiofeed.arrays.zarr_files import described, open_zarr
 from aiofeed.common.blocking import run_blocking
@@ -86,6 +87,50 @@ class Opener:
             if self._decode_cf and isinstance(part, ChunkedArray):
                 part.scaling = scaling_of(part)
         return parts
+
+    def coordinate(self, parts: Sequence[Any], axis: Any) -> list[NDArray[Any]] | None:
+        """Return the coordinate of an axis, by name or number, of each of some arrays; ``None`` if it has none.
+
+        Raises:
+            ValueError: It is damaged, or has another length than the axis.
+        """
+        dims = getattr(parts[0], "dims", None) or ()
+        number = dims.index(axis) if axis in dims else axis
+        if number not in range(len(dims)):
+            return None
+        found = run_blocking(lambda: run_all([self._coordinate(part, number) for part in parts]))
+        return None if any(values is None for values in found) else found
+
+    async def _coordinate(self, part: ChunkedArray, number: int) -> NDArray[Any] | None:
+        axis, size = (part.dims or ())[number], part.shape[number]
+        values = path = part.coordinates.get(axis)
+        if isinstance(path, str):
+            # Of most stores nobody can list what there is.
+            unknown = [ValueError] * (is_remote(path) and "::" not in path)
+            values = None
+            with contextlib.suppress(FileNotFoundError, *unknown):
+                values = (await self._nodes(path))[""]
+            if isinstance(values, ChunkedArray):
+                values.scaling = scaling_of(values)
+                values = times(await read_all(values), values.attributes)
+            if values is not None and getattr(values, "dtype", np.dtype(object)).kind in "OS":
+                values = np.array([text(each) for each in values])
+        if values is not None and values.shape != (size,):
+            raise ValueError(f"{path} has the shape {values.shape}, and {part.name} {size} places along {axis!r}")
+        return values  # type: ignore[no-any-return]
+
+    def sort(self, fields: Mapping[str, list[Any]], arrays: Mapping[str, Any], axis: Any) -> None:
+        """Put the files of globs in the order of a coordinate that ascends, if all joined fields are such files."""
+        joined = [name for name, parts in fields.items() if len(parts) > 1]
+        if any(isinstance(arrays[name], list | tuple) or "*" not in os.fspath(arrays[name]) for name in joined):
+            return
+        with contextlib.suppress(IndexError, OSError, ValueError):  # nobody needs a coordinate for the order of names
+            found = [self.coordinate(fields[name], axis) or [] for name in joined]
+            firsts = [[each[0] for each in values if each[0] <= each[-1]] for values in found]
+            if all(len(each) == len(fields[name]) for name, each in zip(joined, firsts, strict=True)):
+                for name, each in zip(joined, firsts, strict=True):
+                    order = np.argsort(np.array(each), kind="stable").tolist()
+                    fields[name][:] = [fields[name][at] for at in order]
 
     async def _open_all(self, field: str, several: Sequence[Any], axis: Any) -> list[Any]:
         found = [each for given in several for each in (_expand(given) if _is_path(given) else [given])]
@@ -188,8 +233,9 @@ class Opener:
             if kind == "ObjectStore":
                 return (await open_zarr(ObjectReader(given.path, store=store.store)))[""]
             return opened(given, given.name or kind, given.chunks, **described(given.metadata))
-        array = np.asarray(given) if "pandas.Series" in kinds else given
-        return opened(array, str(getattr(given, "name", None) or kinds[0]))
+        array, coords = np.asarray(given) if "pandas.Series" in kinds else given, getattr(given, "coords", {})
+        found = {str(axis): np.asarray(coords[axis]) for axis in getattr(given, "dims", ()) if axis in coords}
+        return opened(array, str(getattr(given, "name", None) or kinds[0]), coordinates=found)
 
 
 def _kinds_of(given: Any) -> list[str]:
