@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import hashlib
 import itertools
 import math
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Scaling, equal_steps, expand, places_of
+from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Needs, Scaling, equal_steps, expand, places_of
 from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, DenseField, Field, ReadChunk, Selection, SparseField, Starts
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.common.grouped_source import GroupedSource
@@ -74,6 +75,7 @@ class Arrays(GroupedSource):
         within: An axis of samples. Samples whose window crosses a gap of its coordinate, that is a step unlike most
             others, are left out; without a coordinate, those whose window crosses the border of two joined arrays.
         pad: The value beyond an array. Default: samples that reach beyond are left out.
+        scale: Of images of OME-Zarr, ``"plate.zarr"``, the number of the scale: 0 is the largest.
         decode_cf: Whether scale, offset and fill values of the CF conventions are applied, as xarray does.
         sparse: Whether rows of matrices are ``"dense"`` or, in ``torch.sparse_csr`` batches, ``"csr"``.
         store: An obstore store that reads the URLs.
@@ -106,6 +108,7 @@ class Arrays(GroupedSource):
         select: Mapping[Any, Any] | None = None,
         within: str | int | None = None,
         pad: float | None = None,
+        scale: int = 0,
         decode_cf: bool = True,
         sparse: str = "dense",
         store: Any = None,
@@ -118,7 +121,7 @@ class Arrays(GroupedSource):
                 raise ValueError(f"Arrays({argument}=) knows {' and '.join(map(repr, known))}, got {value!r}")
         if isinstance(window, Mapping) and (unknown := [name for name in window if name not in arrays]):
             raise ValueError(f"Arrays(window=) names {unknown}, and the fields are {list(arrays)}")
-        self._opener = opener = Opener(decode_cf, store, options)
+        self._opener = opener = Opener(decode_cf, scale, store, options)
         axes = [sample] if isinstance(sample, str | int) else list(sample)
         # By axis: all offsets; the size of a tile; the length. And the names of axes, for messages.
         self._windows = {axis: [0] for axis in axes}
@@ -148,23 +151,20 @@ class Arrays(GroupedSource):
             make = self._rows_of if is_matrix else self._windows_of
             self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
-        self._sources = [source for field in self._fields.values() for source in field.sources]
-        self._field_of = [(name, at) for name, field in self._fields.items() for at in range(len(field.sources))]
-        counts = [
-            MAPPED if field.is_mapped else source.count for field in self._fields.values() for source in field.sources
-        ]
+        # By number: the name of the field, the number in that, and the joined array.
+        self._sources = [(name, *each) for name, field in self._fields.items() for each in enumerate(field.sources)]
+        counts = [MAPPED if self._fields[name].is_mapped else source.count for name, _, source in self._sources]
         self._numbers = np.cumsum([0, *counts])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         self._selection += repr((self._chosen, within)) if select or within is not None else ""
         found = {axis for _, axis in self._chosen}
         for key, given in (select or {}).items():
             if key not in found and not (isinstance(given, Mapping) and key in arrays and given.keys() <= found):
-                what = f"no field or axis is {key!r}: {given!r}; axes are {sorted(self._names)} or numbers"
-                raise ValueError(f"Arrays(select=): {what}")
+                raise ValueError(f"Arrays(select=): no field or axis is {key!r}: {given!r}, only {sorted(self._names)}")
         # To write a sample takes as long as to copy so many bytes.
         self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), SAMPLE_BYTES)
         self._lay_out(stride, pad)
-        chunk_bytes = max(part.chunk_bytes for source in self._sources for part in source.parts)
+        chunk_bytes = max(part.chunk_bytes for *_, source in self._sources for part in source.parts)
         self.shards_at_once: int = max(1, min(READS, READ_BYTES // max(chunk_bytes, 1)))
         self.shards_per_read: int = max(1, min(TOGETHER, TOGETHER_BYTES // max(chunk_bytes, 1)))
 
@@ -202,9 +202,7 @@ class Arrays(GroupedSource):
                 self._homes.setdefault(axis, []).append(home)
                 is_slice = pad is None and getattr(chosen, "step", 0) == 1
                 if chosen is not None and not (is_slice and self._ranges.setdefault(axis, chosen) == chosen):
-                    raise ValueError(
-                        f"Arrays(select=): along {axis!r} all fields have one slice of step 1, and no pad="
-                    )
+                    raise ValueError(f"Arrays(select=): along {axis!r} all fields have one slice, and no pad=")
             if axis in self._windows:
                 selections.append(self._select(name, axis, offsets))
             elif axis is None and chosen is not None:
@@ -221,7 +219,7 @@ class Arrays(GroupedSource):
         """Return the places of an axis that ``select=`` has, if any."""
         own = self._asked.get(name)
         asked = {**self._asked, **(own if isinstance(own, Mapping) else {})}
-        for axis in {number, (parts[0].dims or {number: number})[number]} & asked.keys():
+        for axis in filter(asked.__contains__, (number, (parts[0].dims or {number: number})[number])):
             found = self._opener.coordinate(parts, axis) if isinstance(axis, str) else None
             values, what = found and np.concatenate(found), f"Arrays(select=): {parts[0].name} along {axis!r}"
             self._chosen[name, axis] = places_of(values, size, asked[axis], what)
@@ -294,23 +292,22 @@ class Arrays(GroupedSource):
             at = max(range(len(self._bounds)), key=lambda number: len(self._bounds[number]))
             self._bounds[at] = np.append(self._bounds[at][:-1:2], counts[at])
         self._grid = [len(bounds) - 1 for bounds in self._bounds]
-        lengths = np.ones(1, np.int64)
-        for bounds in self._bounds:
-            lengths = np.multiply.outer(lengths, np.diff(bounds)).reshape(-1)
+        lengths = functools.reduce(np.multiply.outer, map(np.diff, self._bounds)).reshape(-1)
         self.shard_starts: NDArray[np.int64] = np.append(0, np.cumsum(lengths))
 
     def _coordinate(self, axis: Any) -> NDArray[Any] | None:
         """Return the coordinate of an axis of samples, which is read once; ``None`` if no field has one."""
         if axis not in self._coordinates:
-            found = next(filter(None, (self._opener.coordinate(*home) for home in self._homes[axis])), None)
+            found: Any = next(filter(None, (self._opener.coordinate(*home) for home in self._homes[axis])), None)
             self._coordinates[axis] = found and np.concatenate(found)
         return self._coordinates[axis]
 
     def _unbroken(self, axis: Any, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions whose windows cross no gap."""
         values, low, high = self._coordinate(axis), min(self._windows[axis]), max(self._windows[axis])
-        whole = np.full(self._lengths[axis] - 1, True) if values is None else equal_steps(values)
-        for parts, number in self._homes[axis] if values is None else ():
+        has_steps = values is not None and values.dtype.kind in "iufM"
+        whole = equal_steps(values) if has_steps else np.full(self._lengths[axis] - 1, True)
+        for parts, number in () if has_steps else self._homes[axis]:
             whole[np.cumsum([part.shape[number] for part in parts])[:-1] - 1] = False
         gaps = np.append(0, np.cumsum(~whole))
         positions = positions[gaps[positions + low] == gaps[positions + high]]
@@ -424,7 +421,7 @@ class Arrays(GroupedSource):
         return statistics_of({id(part.reader): part.reader for part in self._parts() if part.reader}.values())
 
     def _parts(self) -> Iterator[ChunkedArray]:
-        return (part for source in self._sources for part in source.parts)
+        return (part for *_, source in self._sources for part in source.parts)
 
     def structure(self) -> Mapping[str, Sequence[int] | None]:
         """Return the shapes of the fields; of rows in CSR ``None``."""
@@ -483,7 +480,7 @@ class Arrays(GroupedSource):
         chunks = []
         for shard, targets in shards.items():
             number = int(np.searchsorted(self._numbers, shard, side="right")) - 1
-            source, (name, at) = self._sources[number], self._field_of[number]
+            name, at, source = self._sources[number]
             is_mapped = self._fields[name].is_mapped
             part, chunk, place = source.find(0 if is_mapped else shard - int(self._numbers[number]))
             if is_mapped:
@@ -551,18 +548,15 @@ class GatheredArrays(Gathered):
         memory: For their values.
     """
 
-    errors: dict[int, Exception]
-    shards: tuple[NDArray[np.int64], NDArray[np.int64]]
-
     def __init__(self, fields: Mapping[str, Field], numbers: Any, starts: Starts, memory: BufferLease) -> None:
         super().__init__(len(starts[None]))
-        self.errors = {}
+        self.errors: dict[int, Exception] = {}
         self.memory: BufferLease = memory
         self._fields = fields
         self.states: dict[str, Any] = {name: field.new(starts, memory) for name, field in fields.items()}
         needs = [each for field in fields.values() for each in field.needs(starts)]
         shards = [each + first for (_, each), first in zip(needs, numbers, strict=False)]
-        self.shards = np.concatenate([places for places, _ in needs]), np.concatenate(shards)
+        self.shards: Needs = np.concatenate([places for places, _ in needs]), np.concatenate(shards)
 
     def __iter__(self) -> Iterator[Any]:
         found = {name: field.samples(self.states[name]) for name, field in self._fields.items()}

@@ -281,7 +281,7 @@ def times(values: NDArray[Any], attributes: Mapping[str, Any]) -> NDArray[Any]:
     Others, and those of the calendars of models, stay numbers.
     """
     unit, _, since = str(attributes.get("units", "")).strip().lower().partition(" since ")
-    code = _UNITS.get(unit) or _UNITS.get(unit.removesuffix("s"))
+    code: Any = _UNITS.get(unit) or _UNITS.get(unit.removesuffix("s"))
     clock = [*map(int, re.findall(r"\d+", since)), 0, 0, 0]
     is_zoned = "+" in since or any(clock[6:])  # of a fraction of a second, too, nothing is known
     if not code or len(clock) < 6 or is_zoned or attributes.get("calendar", "standard").lower() not in _CALENDARS:
@@ -289,10 +289,10 @@ def times(values: NDArray[Any], attributes: Mapping[str, Any]) -> NDArray[Any]:
     origin = np.datetime64("{:04}-{:02}-{:02}T{:02}:{:02}:{:02}".format(*clock), "s")
     if values.dtype.kind == "f" and (values % 1).any():
         values, code = np.round(values * (np.timedelta64(1, code) / np.timedelta64(1, "us"))), "us"
-    return origin + values.astype(f"m8[{code}]")  # type: ignore[no-any-return]
+    return origin + values.astype(f"m8[{code}]")
 
 
-def places_of(values: NDArray[Any] | None, size: int, given: Any, what: str) -> Any:
+def places_of(values: Any, size: int, given: Any, what: str) -> Any:
     """Return the place along an axis, or the places, of values of its coordinate; without one, of indices.
 
     Args:
@@ -308,23 +308,20 @@ def places_of(values: NDArray[Any] | None, size: int, given: Any, what: str) -> 
     if isinstance(given, list | tuple | np.ndarray):
         return [places_of(values, size, each, what) for each in given]
     with contextlib.suppress(IndexError, TypeError, ValueError):
-        if values is None:
-            found: Any = range(size)[given]
-        elif isinstance(given, slice):
-            low, high = (given.start, given.stop) if values[0] <= values[-1] else (given.stop, given.start)
-            inside = np.full(size, True) if low is None else values >= _label(values, low)
-            inside &= True if high is None else values <= _label(values, high, last=True)
-            found = np.flatnonzero(inside)[:: given.step].tolist()
-            found = range(found[0], found[-1] + 1) if found[-1] - found[0] == len(found) - 1 else found
-        else:
-            [found] = np.flatnonzero(values == _label(values, given)).tolist()
-        if found != range(0):
+        if values is None and (found := range(size)[given]) != range(0):
             return found
+        if not isinstance(given, slice):
+            return np.flatnonzero(values == _label(values, given)).item()
+        low, high = (given.start, given.stop) if values[0] <= values[-1] else (given.stop, given.start)
+        inside = np.full(size, True) if low is None else values >= _label(values, low)
+        inside &= True if high is None else values <= _label(values, high, last=True)
+        at = np.flatnonzero(inside)[:: given.step].tolist()
+        return range(at[0], at[-1] + 1) if at[-1] - at[0] == len(at) - 1 else at
     has = "" if values is None else f", {np.array2string(values, threshold=6)}"
     raise ValueError(f"{what} has no {given!r}, or several: its length is {size}{has}")
 
 
-def _label(values: NDArray[Any], given: Any, last: bool = False) -> Any:
+def _label(values: Any, given: Any, last: bool = False) -> Any:
     """Return a value in the dtype of a coordinate: a float32 lacks most numbers; of a date as text its last moment."""
     if values.dtype.kind != "M":
         return np.asarray(given, values.dtype if values.dtype.kind == "f" else None)

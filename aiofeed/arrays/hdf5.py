@@ -93,10 +93,9 @@ class HDF5Array(ChunkedArray):
 
     def mapped_values(self) -> Any:
         """Return all values of a contiguous data set in a file."""
-        fits = [start + size <= self.shard.size for start, size, _ in self.table.tolist()] == [True]
-        if self.numbers is not None or not (
-            fits and self.local and self.scaling is None and self.written == self.shape
-        ):
+        stored = [start + size <= self.shard.size for start, size, _ in self.table.tolist()] == [True]
+        fits = stored and self.local and self.scaling is None and self.written == self.shape
+        if self.numbers is not None or not fits:
             return None
         self.shard.read_now([])  # raises if the file has changed: to read behind its end would end the process
         return np.memmap(self.shard.key, self.dtype, "r", int(self.table[0, 0]), self.shape)
