@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import hashlib
 import itertools
 import math
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Scaling, expand
+from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Needs, Scaling, equal_steps, expand, places_of
 from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, DenseField, Field, ReadChunk, Selection, SparseField, Starts
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.common.grouped_source import GroupedSource
@@ -77,7 +79,13 @@ class Arrays(GroupedSource):
         tile: By axis, the size of the part of it that a sample has.
         stride: By axis, how far tiles are apart, each of which is a sample (default: their size); or ``"random"``: one
             tile for each position, at random, from the sample's own generator.
+        select: By axis, what is used of it: a value of its coordinate, a list of them, or a slice with both ends, as in
+            ``sel`` of xarray; of an axis with a number or without a coordinate, indices. Of an axis of samples or
+            tiles, a slice. Or a dict of these by field.
+        within: An axis of samples. Samples whose window crosses a gap of its coordinate, that is a step unlike most
+            others, are left out; without a coordinate, those whose window crosses the border of two joined arrays.
         pad: The value beyond an array. Default: samples that reach beyond are left out.
+        scale: Of images of OME-Zarr, ``"plate.zarr"``, the number of the scale: 0 is the largest.
         decode_cf: Whether scale, offset and fill values of the CF conventions are applied, as xarray does.
         sparse: Whether rows of matrices are ``"dense"`` or, in ``torch.sparse_csr`` batches, ``"csr"``.
         store: An obstore store that reads the URLs.
@@ -107,7 +115,10 @@ class Arrays(GroupedSource):
         window: Any = None,
         tile: Mapping[str | int, int] | None = None,
         stride: Mapping[str | int, int] | str | None = None,
+        select: Mapping[Any, Any] | None = None,
+        within: str | int | None = None,
         pad: float | None = None,
+        scale: int = 0,
         decode_cf: bool = True,
         sparse: str = "dense",
         store: Any = None,
@@ -120,7 +131,7 @@ class Arrays(GroupedSource):
                 raise ValueError(f"Arrays({argument}=) knows {' and '.join(map(repr, known))}, got {value!r}")
         if isinstance(window, Mapping) and (unknown := [name for name in window if name not in arrays]):
             raise ValueError(f"Arrays(window=) names {unknown}, and the fields are {list(arrays)}")
-        opener = Opener(decode_cf, store, options)
+        self._opener = opener = Opener(decode_cf, scale, store, options)
         axes = [sample] if isinstance(sample, str | int) else list(sample)
         # By axis: all offsets; the size of a tile; the length. And the names of axes, for messages.
         self._windows = {axis: [0] for axis in axes}
@@ -133,9 +144,16 @@ class Arrays(GroupedSource):
             raise TypeError(f'Arrays(stride=) is a dict of ints or "random", got {stride!r}')
         if stride and (not tile or (isinstance(stride, Mapping) and not stride.keys() <= self._tiles.keys())):
             raise ValueError(f"Arrays(stride={stride!r}) needs a size for each of its axes in tile=")
+        if within is not None and (within not in axes or pad is not None):
+            raise ValueError(f"Arrays(within={within!r}) is one of sample={sample!r}, and not for pad=")
+        self._within, self._asked = within, select or {}
+        # By field and axis, what select= has; by axis, this part of it, the arrays that have it, and its coordinate.
+        self._chosen, self._ranges, self._homes = dict[Any, Any](), dict[Any, range](), dict[Any, list[Any]]()
+        self._coordinates: dict[Any, NDArray[Any] | None] = {}
         self._fields: dict[str, Field] = {}
-        for name, given in arrays.items():
-            parts = opener.open(name, given, axes[0])
+        opened = {name: opener.open(name, given, axes[0]) for name, given in arrays.items()}
+        opener.sort(opened, arrays, axes[0])
+        for name, parts in opened.items():
             offsets = window.get(name) if isinstance(window, Mapping) else window
             is_matrix = isinstance(parts[0], SparseMatrix)
             if is_matrix and pad is not None:
@@ -143,17 +161,20 @@ class Arrays(GroupedSource):
             make = self._rows_of if is_matrix else self._windows_of
             self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
-        self._sources = [source for field in self._fields.values() for source in field.sources]
-        self._field_of = [(name, at) for name, field in self._fields.items() for at in range(len(field.sources))]
-        counts = [
-            MAPPED if field.is_mapped else source.count for field in self._fields.values() for source in field.sources
-        ]
+        # By number: the name of the field, the number in that, and the joined array.
+        self._sources = [(name, *each) for name, field in self._fields.items() for each in enumerate(field.sources)]
+        counts = [MAPPED if self._fields[name].is_mapped else source.count for name, _, source in self._sources]
         self._numbers = np.cumsum([0, *counts])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
+        self._selection += repr((self._chosen, within)) if select or within is not None else ""
+        found = {axis for _, axis in self._chosen}
+        for key, given in (select or {}).items():
+            if key not in found and not (isinstance(given, Mapping) and key in arrays and given.keys() <= found):
+                raise ValueError(f"Arrays(select=): no field or axis is {key!r}: {given!r}, only {sorted(self._names)}")
         # To write a sample takes as long as to copy so many bytes.
         self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), SAMPLE_BYTES)
         self._lay_out(stride, pad)
-        chunk_bytes = max(part.chunk_bytes for source in self._sources for part in source.parts)
+        chunk_bytes = max(part.chunk_bytes for *_, source in self._sources for part in source.parts)
         self.shards_at_once: int = max(1, min(READS, READ_BYTES // max(chunk_bytes, 1)))
         self.shards_per_read: int = max(1, min(TOGETHER, TOGETHER_BYTES // max(chunk_bytes, 1)))
 
@@ -184,10 +205,18 @@ class Arrays(GroupedSource):
             raise ValueError(f"{first} has no values: its shape is {list(joined.shape)}")
         for number, size in enumerate(joined.shape):
             axis = named.get(number)
+            home = (parts if number == along else parts[:1]), number
+            chosen = self._choose(name, *home, size)
             if axis is not None:
                 self._measure(name, axis, size)
+                self._homes.setdefault(axis, []).append(home)
+                is_slice = pad is None and getattr(chosen, "step", 0) == 1
+                if chosen is not None and not (is_slice and self._ranges.setdefault(axis, chosen) == chosen):
+                    raise ValueError(f"Arrays(select=): along {axis!r} all fields have one slice, and no pad=")
             if axis in self._windows:
                 selections.append(self._select(name, axis, offsets))
+            elif axis is None and chosen is not None:
+                selections.append(Selection(None, *(([chosen], False) if isinstance(chosen, int) else (chosen, True))))
             else:
                 selections.append(Selection(axis, range(size if axis is None else self._tiles[axis])))
         return DenseField(joined, selections, pad)
@@ -195,6 +224,17 @@ class Arrays(GroupedSource):
     def _measure(self, name: str, axis: Any, size: int) -> None:
         if self._lengths.setdefault(axis, size) != size:
             raise ValueError(f"Arrays: along {axis!r} {name!r} has {size} positions, others {self._lengths[axis]}")
+
+    def _choose(self, name: str, parts: Any, number: int, size: int) -> Any:
+        """Return the places of an axis that ``select=`` has, if any."""
+        own = self._asked.get(name)
+        asked = {**self._asked, **(own if isinstance(own, Mapping) else {})}
+        for axis in filter(asked.__contains__, (number, (parts[0].dims or {number: number})[number])):
+            found = self._opener.coordinate(parts, axis) if isinstance(axis, str) else None
+            values, what = found and np.concatenate(found), f"Arrays(select=): {parts[0].name} along {axis!r}"
+            self._chosen[name, axis] = places_of(values, size, asked[axis], what)
+            return self._chosen[name, axis]
+        return None
 
     def _select(self, name: str, axis: Any, given: Any) -> Selection:
         """Return the window of a field along an axis of samples."""
@@ -214,28 +254,34 @@ class Arrays(GroupedSource):
     def _lay_out(self, stride: Any, pad: float | None) -> None:
         """Number the samples: those of one block of chunks, a shard, come together."""
         largest = sorted(self._fields.values(), key=lambda field: field.nbytes, reverse=True)
-        self._random: dict[Any, int] = {}
-        self._axes: list[tuple[Any, int, int]] = []  # with the first position, and from one to the next
+        self._random: dict[Any, tuple[int, int]] = {}  # the first place, and how many there are
+        self._axes: list[tuple[Any, Any]] = []  # with the positions: a range or an array
         self._bounds: list[NDArray[np.int64]] = []  # in positions, of the shards along each axis
         for axis in (*self._windows, *self._tiles):
             if axis not in self._lengths:
                 raise ValueError(f"Arrays: no array has the axis {axis!r}; there are {sorted(self._names)}")
-            length, size, first, step = self._lengths[axis], self._tiles.get(axis, 1), 0, 1
+            part = self._ranges.get(axis, range(self._lengths[axis]))
+            length, size, first, step = len(part), self._tiles.get(axis, 1), part.start, 1
             if axis in self._tiles:
                 step = self._tiles[axis] if not isinstance(stride, Mapping) else stride.get(axis, size)
                 if not isinstance(step, Integral) or step < 1:
                     raise ValueError(f"Arrays(stride=) must be 1 or more along {axis!r}, got {step!r}")
                 if stride == "random":
-                    self._random[axis], size = max(length - size, 0) + 1, size if pad is None else 0
+                    self._random[axis], size = (first, max(length - size, 0) + 1), size if pad is None else 0
             elif pad is None:
-                first, size = -min(self._windows[axis]), max(self._windows[axis]) - min(self._windows[axis]) + 1
+                first, size = first - min(self._windows[axis]), max(self._windows[axis]) - min(self._windows[axis]) + 1
             count = -(-length // step) if pad is not None else (length - size) // step + 1
             if count < 1:
                 raise ValueError(f"Arrays: along {axis!r} there are {length} positions, and a sample needs {size}")
             if axis not in self._random:
                 cuts = next(found for field in largest if (found := field.cuts(axis)) is not None)
-                self._axes.append((axis, first, step))
-                ascending = np.r_[0, (-(-(cuts[:-1] - first) // step)).clip(0, count - 1), count]
+                positions: Any = range(first, first + count * step, step)
+                before = -(-(cuts[:-1] - first) // step)
+                if axis == self._within:
+                    positions = self._unbroken(axis, np.array(positions))
+                    before, count = np.searchsorted(positions, cuts[:-1]), len(positions)
+                self._axes.append((axis, positions))
+                ascending = np.r_[0, before.clip(0, count - 1), count]
                 self._bounds.append(ascending[np.diff(ascending, prepend=-1) > 0])  # numpy.unique takes seconds
         counts = [int(bounds[-1]) for bounds in self._bounds]
         if math.prod(counts) > MOST_CHUNKS:
@@ -256,18 +302,38 @@ class Arrays(GroupedSource):
             at = max(range(len(self._bounds)), key=lambda number: len(self._bounds[number]))
             self._bounds[at] = np.append(self._bounds[at][:-1:2], counts[at])
         self._grid = [len(bounds) - 1 for bounds in self._bounds]
-        lengths = np.ones(1, np.int64)
-        for bounds in self._bounds:
-            lengths = np.multiply.outer(lengths, np.diff(bounds)).reshape(-1)
+        lengths = functools.reduce(np.multiply.outer, map(np.diff, self._bounds)).reshape(-1)
         self.shard_starts: NDArray[np.int64] = np.append(0, np.cumsum(lengths))
+
+    def _coordinate(self, axis: Any) -> NDArray[Any] | None:
+        """Return the coordinate of an axis of samples, which is read once; ``None`` if no field has one."""
+        if axis not in self._coordinates:
+            found: Any = next(filter(None, (self._opener.coordinate(*home) for home in self._homes[axis])), None)
+            self._coordinates[axis] = found and np.concatenate(found)
+        return self._coordinates[axis]
+
+    def _unbroken(self, axis: Any, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions whose windows cross no gap."""
+        values, low, high = self._coordinate(axis), min(self._windows[axis]), max(self._windows[axis])
+        has_steps = values is not None and values.dtype.kind in "iufM"
+        whole = equal_steps(values) if has_steps else np.full(self._lengths[axis] - 1, True)
+        for parts, number in () if has_steps else self._homes[axis]:
+            whole[np.cumsum([part.shape[number] for part in parts])[:-1] - 1] = False
+        gaps = np.append(0, np.cumsum(~whole))
+        positions = positions[gaps[positions + low] == gaps[positions + high]]
+        if not len(positions):
+            raise ValueError(f"Arrays(within={axis!r}): each window, from {low} to {high}, crosses a gap")
+        return positions
 
     def _positions(self, indices: NDArray[np.int64]) -> dict[Any, NDArray[np.int64]]:
         shards = np.searchsorted(self.shard_starts, indices, side="right") - 1
         rest, found = indices - self.shard_starts[shards], dict[Any, Any]()
         blocks = zip(self._axes, self._bounds, np.unravel_index(shards, self._grid), strict=True)
-        for (axis, first, step), bounds, at in reversed(list(blocks)):
+        for (axis, positions), bounds, at in reversed(list(blocks)):
             rest, within = np.divmod(rest, bounds[at + 1] - bounds[at])
-            found[axis] = first + (bounds[at] + within) * step
+            within += bounds[at]
+            is_range = isinstance(positions, range)
+            found[axis] = positions.start + within * positions.step if is_range else positions[within]
         return found
 
     def _starts(self, indices: NDArray[np.int64], plan: BatchPlan | None, places: Sequence[int] | None) -> Starts:
@@ -278,8 +344,8 @@ class Arrays(GroupedSource):
                 raise ValueError("random tiles are others in each epoch: no cache can keep them")
             positions = plan.positions if places is None else [plan.positions[place] for place in places]
             seeds = [sample_seed(plan.epoch_seed, position) for position in positions]
-            for number, (axis, count) in enumerate(self._random.items()):
-                starts[axis] = np.array([(mix64(seed + number) * count) >> 64 for seed in seeds], np.int64)
+            for number, (axis, (first, count)) in enumerate(self._random.items()):
+                starts[axis] = np.array([first + ((mix64(seed + number) * count) >> 64) for seed in seeds], np.int64)
         return starts
 
     # --- what a feeder asks
@@ -300,7 +366,38 @@ class Arrays(GroupedSource):
     def position(self, index: int, /) -> dict[Any, int]:
         """Return the position of a sample along each axis; of a tile, its first one, unless that is random."""
         found = self._positions(np.array([index]))
-        return {axis: int(found[axis][0]) for axis, _, _ in self._axes}
+        return {axis: int(found[axis][0]) for axis, _ in self._axes}
+
+    def coords(self, index: int, /) -> dict[Any, Any]:
+        """Return the position of a sample as values of coordinates, times as ``datetime64``; otherwise ``position``."""
+        known = {axis: (at, self._coordinate(axis)) for axis, at in self.position(index).items()}
+        return {axis: at if values is None else values[at] for axis, (at, values) in known.items()}
+
+    def at(self, *values: Any, **by_axis: Any) -> int:
+        """Return the index of the sample at values of coordinates: ``weather.at("2019-07-01T00")``.
+
+        Args:
+            values: Of the axes of samples and then of tiles, in their order; indices where there is no coordinate.
+            by_axis: The same by name: ``at("2019-07-01T00", lat=45, lon=10)``. A tile is the last one that begins
+                there or before.
+
+        Raises:
+            TypeError: There is not one value for each axis.
+            ValueError: There is no such value, or no sample that is whole is there.
+        """
+        axes = [axis for axis, _ in self._axes]
+        given = {**dict(zip(axes, values, strict=False)), **by_axis}
+        if len(values) + len(by_axis) != len(axes) or given.keys() != {*axes}:
+            raise TypeError(f"at() takes one value for each of {axes}, got {values} and {by_axis}")
+        blocks, within = [], 0
+        for (axis, positions), bounds in zip(self._axes, self._bounds, strict=True):
+            place = places_of(self._coordinate(axis), self._lengths[axis], given[axis], f"at(): {axis!r}")
+            number = bisect_right(positions, place) - 1
+            if number < 0 or place - positions[number] >= self._tiles.get(axis, 1):
+                raise ValueError(f"at(): no sample is at {given[axis]!r} along {axis!r}: it would not be whole")
+            blocks.append(bisect_right(bounds, number) - 1)
+            within = within * int(bounds[blocks[-1] + 1] - bounds[blocks[-1]]) + number - int(bounds[blocks[-1]])
+        return int(self.shard_starts[np.ravel_multi_index(blocks, self._grid)]) + within
 
     def fingerprint(self) -> str:
         """Names, shapes and dtypes of the arrays, and what a sample has of them."""
@@ -308,6 +405,8 @@ class Arrays(GroupedSource):
         if len(self._axes) > 1:
             # The number of a sample depends on them.
             digest.update(b"".join(bounds.tobytes() for bounds in self._bounds))
+        for _, positions in self._axes:
+            digest.update(b"" if isinstance(positions, range) else positions.tobytes())
         for part in self._parts():
             digest.update(f"\n{os.path.basename(part.name)} {part.shape} {part.dtype}".encode())
         return digest.hexdigest()[:32]
@@ -332,7 +431,7 @@ class Arrays(GroupedSource):
         return statistics_of({id(part.reader): part.reader for part in self._parts() if part.reader}.values())
 
     def _parts(self) -> Iterator[ChunkedArray]:
-        return (part for source in self._sources for part in source.parts)
+        return (part for *_, source in self._sources for part in source.parts)
 
     def structure(self) -> Mapping[str, Sequence[int] | None]:
         """Return the shapes of the fields; of rows in CSR ``None``."""
@@ -391,7 +490,7 @@ class Arrays(GroupedSource):
         chunks = []
         for shard, targets in shards.items():
             number = int(np.searchsorted(self._numbers, shard, side="right")) - 1
-            source, (name, at) = self._sources[number], self._field_of[number]
+            name, at, source = self._sources[number]
             is_mapped = self._fields[name].is_mapped
             part, chunk, place = source.find(0 if is_mapped else shard - int(self._numbers[number]))
             if is_mapped:
@@ -459,20 +558,15 @@ class GatheredArrays(Gathered):
         memory: For their values.
     """
 
-    errors: dict[int, Exception]
-    shards: tuple[NDArray[np.int64], NDArray[np.int64]]
-
     def __init__(self, fields: Mapping[str, Field], numbers: Any, starts: Starts, memory: BufferLease) -> None:
         super().__init__(len(starts[None]))
-        self.errors = {}
+        self.errors: dict[int, Exception] = {}
         self.memory: BufferLease = memory
         self._fields = fields
         self.states: dict[str, Any] = {name: field.new(starts, memory) for name, field in fields.items()}
         needs = [each for field in fields.values() for each in field.needs(starts)]
-        self.shards = (
-            np.concatenate([places for places, _ in needs]),
-            np.concatenate([each + first for (_, each), first in zip(needs, numbers, strict=False)]),
-        )
+        shards = [each + first for (_, each), first in zip(needs, numbers, strict=False)]
+        self.shards: Needs = np.concatenate([places for places, _ in needs]), np.concatenate(shards)
 
     def __iter__(self) -> Iterator[Any]:
         found = {name: field.samples(self.states[name]) for name, field in self._fields.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
+import re
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -30,6 +32,12 @@ Needs: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64]]"
 CHUNK_BYTES = 1 << 20
 # Positions and numbers of chunks, and sums of some of them, must be int64.
 MOST_CHUNKS = 1 << 56
+# Units of time of the CF conventions, and what they are in NumPy; the calendars that are NumPy's.
+_UNITS = {"day": "D", "d": "D", "hour": "h", "hr": "h", "h": "h", "minute": "m", "min": "m", "second": "s", "sec": "s"}
+_UNITS |= {"s": "s", "millisecond": "ms", "msec": "ms", "ms": "ms", "microsecond": "us", "us": "us", "nanosecond": "ns"}
+_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
+# Steps are equal if they differ by at most this part: clocks are not exact.
+_JITTER = 0.01
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,6 +54,7 @@ class ChunkedArray(ABC):
         attributes: What is known about it.
         scaling: How values are unpacked.
         limit: The columns of the matrix whose columns of values these are.
+        coordinates: By axis, its coordinate: the path, or its values.
     """
 
     name: str
@@ -57,6 +66,7 @@ class ChunkedArray(ABC):
     attributes: Mapping[str, Any] = field(default_factory=dict)
     scaling: Scaling | None = None
     limit: int | None = None
+    coordinates: Mapping[str, Any] = field(default_factory=dict)
     reader: Any = None
     """Reads its files; ``None``: there are none."""
     metadata: Any = None
@@ -176,15 +186,8 @@ def opened(array: Any, name: str, chunks: Any = None, **known: Any) -> OpenedArr
     if isinstance(dims, tuple):
         known["dims"] = tuple(map(str, dims))
     dtype = np.dtype(array.dtype)
-    return OpenedArray(
-        array=array,
-        name=name,
-        shape=shape,
-        chunks=tuple(chunks or rows_of(shape, dtype)),
-        dtype=dtype,
-        mapped=MappedFiles([(file_of(array), 1)]),
-        **known,
-    )
+    known.update(name=name, shape=shape, chunks=tuple(chunks or rows_of(shape, dtype)), dtype=dtype)
+    return OpenedArray(array=array, mapped=MappedFiles([(file_of(array), 1)]), **known)
 
 
 def text(value: Any) -> Any:
@@ -270,6 +273,67 @@ def _numbers(array: ChunkedArray, name: str) -> list[Any]:
         raise ValueError(f"{array.name}: its attribute {name} is no number: {value!r}") from None
     # A number of JSON does not widen float16.
     return [value] if type(value) in (int, float) else list(found)
+
+
+def times(values: NDArray[Any], attributes: Mapping[str, Any]) -> NDArray[Any]:
+    """Return values in units such as ``hours since 1900-01-01`` as ``datetime64``.
+
+    Others, and those of the calendars of models, stay numbers.
+    """
+    unit, _, since = str(attributes.get("units", "")).strip().lower().partition(" since ")
+    code: Any = _UNITS.get(unit) or _UNITS.get(unit.removesuffix("s"))
+    clock = [*map(int, re.findall(r"\d+", since)), 0, 0, 0]
+    is_zoned = "+" in since or any(clock[6:])  # of a fraction of a second, too, nothing is known
+    if not code or len(clock) < 6 or is_zoned or attributes.get("calendar", "standard").lower() not in _CALENDARS:
+        return values
+    origin = np.datetime64("{:04}-{:02}-{:02}T{:02}:{:02}:{:02}".format(*clock), "s")
+    if values.dtype.kind == "f" and (values % 1).any():
+        values, code = np.round(values * (np.timedelta64(1, code) / np.timedelta64(1, "us"))), "us"
+    return origin + values.astype(f"m8[{code}]")
+
+
+def places_of(values: Any, size: int, given: Any, what: str) -> Any:
+    """Return the place along an axis, or the places, of values of its coordinate; without one, of indices.
+
+    Args:
+        values: The coordinate. A slice of it has both ends, whatever its order, as in xarray; a date is its first
+            moment, as the end of a slice its last one.
+        size: The length of the axis.
+        given: A value, a list of values, or a slice.
+        what: Names the axis in messages.
+
+    Raises:
+        ValueError: There is no such value, or several.
+    """
+    if isinstance(given, list | tuple | np.ndarray):
+        return [places_of(values, size, each, what) for each in given]
+    with contextlib.suppress(IndexError, TypeError, ValueError):
+        if values is None and (found := range(size)[given]) != range(0):
+            return found
+        if not isinstance(given, slice):
+            return np.flatnonzero(values == _label(values, given)).item()
+        low, high = (given.start, given.stop) if values[0] <= values[-1] else (given.stop, given.start)
+        inside = np.full(size, True) if low is None else values >= _label(values, low)
+        inside &= True if high is None else values <= _label(values, high, last=True)
+        at = np.flatnonzero(inside)[:: given.step].tolist()
+        return range(at[0], at[-1] + 1) if at[-1] - at[0] == len(at) - 1 else at
+    has = "" if values is None else f", {np.array2string(values, threshold=6)}"
+    raise ValueError(f"{what} has no {given!r}, or several: its length is {size}{has}")
+
+
+def _label(values: Any, given: Any, last: bool = False) -> Any:
+    """Return a value in the dtype of a coordinate: a float32 lacks most numbers; of a date as text its last moment."""
+    if values.dtype.kind != "M":
+        return np.asarray(given, values.dtype if values.dtype.kind == "f" else None)
+    label = np.datetime64(given)
+    return max(label, label + 1 - np.timedelta64(1, "us")) if last and isinstance(given, str) else label
+
+
+def equal_steps(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return for each step from one value to the next whether it is as long as most are."""
+    steps = np.diff(values.astype(np.int64) if values.dtype.kind == "u" else values)
+    typical = np.partition(steps, len(steps) // 2)[len(steps) // 2 :][:1]
+    return np.abs(steps - typical) <= np.abs(typical) * _JITTER  # type: ignore[no-any-return]
 
 
 class Joined:

@@ -27,8 +27,6 @@ MOST_BLOCKS = 1 << 16
 # part of rows that are so many times as long, are copied from there batch by batch, each as one of so many chunks.
 MANY, LARGE, MAPPED = 4, 64 << 10, 1 << 40
 
-Place: TypeAlias = Sequence[tuple[int, int]]
-"""Where a chunk begins and ends along each axis."""
 Starts: TypeAlias = "Mapping[Any, NDArray[np.int64]]"
 """For each axis where the samples of a batch begin; for the axis ``None`` zeros."""
 
@@ -52,7 +50,7 @@ class ReadChunk:
     source: int
     part: ChunkedArray
     at: Chunk
-    place: Place
+    place: Sequence[tuple[int, int]]
     targets: Sequence[tuple[Any, NDArray[np.int64]]]
     data: Any = None
     values: Any = None
@@ -158,10 +156,8 @@ class DenseField:
         # Of longer steps, some chunks are not needed.
         steps = np.where(np.abs(steps) <= joined.shortest, np.abs(steps), 1)
         # Blocks of one run of offsets along each axis: first offsets, their places in samples, and lengths.
-        runs = [
-            Selection(each.axis, each.offsets[order]).runs(step)
-            for each, order, step in zip(selections, self._order, steps.tolist(), strict=True)
-        ]
+        along = zip(selections, self._order, steps.tolist(), strict=True)
+        runs = [Selection(each.axis, each.offsets[order]).runs(step) for each, order, step in along]
         counts = [len(each) for each in runs]
         grid = np.indices(counts).reshape(len(runs), math.prod(counts))
         found = [each[at] for each, at in zip(runs, grid, strict=True)]
@@ -171,11 +167,11 @@ class DenseField:
         few = needed >= MANY and math.prod(self._full) * joined.dtype.itemsize < needed * LARGE
         few |= MANY * math.prod(self._full[1:]) <= math.prod(joined.shape[1:])
         self.is_mapped: bool = few and len(joined.parts) == 1 and joined.first.mapped_values() is not None
-        # The axes along which samples begin at different places, or of which a chunk has a part. They come first where
-        # chunks are copied, by blocks.
-        parts = not self.is_mapped
-        cut = zip(self._axes, joined.cut_axes, strict=True)
-        self._varying = [number for number, (axis, several) in enumerate(cut) if axis is not None or several & parts]
+        # The axes along which samples begin at different places, or a chunk and a sample have parts of each other. They
+        # come first where chunks are copied, by blocks.
+        cut = zip(joined.cut_axes, joined.shape, selections, strict=True)
+        is_part = [(cuts and not self.is_mapped) or each.offsets != range(size) for cuts, size, each in cut]
+        self._varying = [at for at, axis in enumerate(self._axes) if axis is not None or is_part[at]]
         self._turned = sorted(range(len(self._axes)), key=lambda number: number not in self._varying)
         self._steps = steps[self._varying, None, None]
         self._offsets, self._firsts, self._lengths = blocks[:, self._varying, None]
@@ -216,10 +212,8 @@ class DenseField:
         """Write chunks of one size of a joined array into samples."""
         axes, name, targets = len(self._varying), chunks[0].field, [each for chunk in chunks for each in chunk.targets]
         size = chunks[0].size
-        inside = [
-            each.values[(*map(slice, size),)] if each.values.ndim else np.broadcast_to(each.values, size)
-            for each in chunks
-        ]
+        place = (*map(slice, size),)
+        inside = [each.values[place] if each.values.ndim else np.broadcast_to(each.values, size) for each in chunks]
         values = inside[0][None]
         if len(inside) > 1:
             values = np.stack(inside, out=array(memory, (len(inside), *size), self.sources[0].dtype))
@@ -343,9 +337,8 @@ class SparseField:
         if other := next((part for part in parts if part.width != self._width), None):
             raise ValueError(f"{other.name} has {other.width} columns, and {parts[0].name} {self._width}")
         ends = np.cumsum([part.values.shape[0] for part in parts])
-        self.rows: NDArray[np.int64] = np.concatenate(
-            [part.starts[:-1] + end - part.values.shape[0] for part, end in zip(parts, ends, strict=True)] + [ends[-1:]]
-        )
+        rows = [part.starts[:-1] + end - part.values.shape[0] for part, end in zip(parts, ends, strict=True)]
+        self.rows: NDArray[np.int64] = np.concatenate([*rows, ends[-1:]])
         self.shape: tuple[int, ...] = (*[self._count] * selection.kept, self._width)
         each = sum(source.shape[0] * source.dtype.itemsize for source in self.sources)
         self.nbytes: int = each * self._count // max(len(self.rows) - 1, 1)

@@ -55,10 +55,7 @@ _OTHER_FILES = {
     b"\x0e\x03\x13\x01": "HDF 4: write it as HDF 5 by 'h4toh5 old.hdf new.h5'",
     b"PK": "a zip file: pass the array that zarr opens",
 }
-_REFUSED = {
-    **{4: "szip", 5: "nbit", 6: "scale-offset", 307: "bzip2"},
-    **{32008: "bitshuffle", 32013: "zfp", 32026: "blosc2"},
-}
+_REFUSED = {4: "szip", 5: "nbit", 6: "scale-offset", 307: "bzip2", 32008: "bitshuffle", 32013: "zfp", 32026: "blosc2"}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -96,10 +93,9 @@ class HDF5Array(ChunkedArray):
 
     def mapped_values(self) -> Any:
         """Return all values of a contiguous data set in a file."""
-        fits = [start + size <= self.shard.size for start, size, _ in self.table.tolist()] == [True]
-        if self.numbers is not None or not (
-            fits and self.local and self.scaling is None and self.written == self.shape
-        ):
+        stored = [start + size <= self.shard.size for start, size, _ in self.table.tolist()] == [True]
+        fits = stored and self.local and self.scaling is None and self.written == self.shape
+        if self.numbers is not None or not fits:
             return None
         self.shard.read_now([])  # raises if the file has changed: to read behind its end would end the process
         return np.memmap(self.shard.key, self.dtype, "r", int(self.table[0, 0]), self.shape)
@@ -216,8 +212,10 @@ def _is_variable(node: Any) -> bool:
     return isinstance(node, h5py.Dataset) and _NO_VARIABLE not in str(attributes_of(node, ("NAME",)))
 
 
-def _axes(data: Any) -> tuple[list[str], tuple[int, ...]]:
-    """Return the names of the axes, and the shape: in NetCDF, an unlimited axis is as long as any array has it.
+def _axes(data: Any) -> tuple[list[str], tuple[int, ...], dict[str, str]]:
+    """Return the names of the axes, the shape, and the names of coordinates by axis.
+
+    In NetCDF, an unlimited axis is as long as any array has it.
 
     The functions of HDF5 for this end the process if a label is no text of variable length.
     """
@@ -226,14 +224,16 @@ def _axes(data: Any) -> tuple[list[str], tuple[int, ...]]:
     if known.get("CLASS") == "DIMENSION_SCALE":  # a coordinate is its own axis
         scales = [data][: data.ndim]
     labels = [str(text(each)) for each in np.ravel(known.get("DIMENSION_LABELS", ()))]
-    names, sizes = list[str](), list[int]()
+    names, sizes, coordinates = list[str](), list[int](), dict[str, str]()
     for size, most, scale, label in zip_longest(data.shape or (), data.maxshape or (), scales, labels[: data.ndim]):
         names.append(scale.name.rpartition("/")[2] if scale else label or "")
+        if scale and _is_variable(scale):
+            coordinates[names[-1]] = scale.name
         if scale and scale.maxshape[:1] == (most,) == (None,):
             users = [(_referred(data, each), at) for each, at in scale.attrs.get("REFERENCE_LIST", ())]
             size = max(size, scale.shape[0], *[user.shape[at] for user, at in users if user])
         sizes.append(size)
-    return names, tuple(sizes)
+    return names, tuple(sizes), coordinates
 
 
 def _referred(data: Any, references: Any) -> Any:
@@ -254,8 +254,11 @@ def _array_of(data: Any, shard: Shard) -> Any:
         check_expanded(f"{shard}::{data.name}", TEXT_BYTES * data.size, data.id.get_storage_size())
         return np.asarray(data.asstr()[...]).tolist()
     name, properties, dtype = f"{shard}::{data.name.lstrip('/')}", data.id.get_create_plist(), data.dtype
-    dims, shape = _axes(data)
+    dims, shape, coordinates = _axes(data)
     known: Any = {"name": name, "dims": tuple(dims) if all(dims) else None, "attributes": attributes_of(data)}
+    known["coordinates"] = {axis: f"{shard}::{each.lstrip('/')}" for axis, each in coordinates.items()}
+    if coordinates.get(dims[0] if dims else "") == data.name:
+        known["attributes"] |= attributes_of(data, ("units", "calendar"))
     if properties.get_layout() == h5py.h5d.VIRTUAL or properties.get_external_count():
         raise ValueError(f"{name} is a view of other files: pass a list of these")
     # h5py reads some types as the next larger one.

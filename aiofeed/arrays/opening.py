@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import glob
 import os
 import re
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.arrays.chunked import ChunkedArray, opened, scaling_of, text
+from aiofeed.arrays.chunked import ChunkedArray, opened, scaling_of, text, times
 from aiofeed.arrays.hdf5 import attributes_of, open_hdf5
 from aiofeed.arrays.zarr_files import described, open_zarr
 from aiofeed.common.blocking import run_blocking
@@ -53,16 +54,15 @@ class Opener:
 
     Args:
         decode_cf: Whether packed values are unpacked.
+        scale: The number of the scale of an image of OME-Zarr.
         store: An obstore store in place of those of the URLs.
         options: Arguments of ``obstore.store.from_url``.
     """
 
-    categories: dict[str, list[str]]
-
-    def __init__(self, decode_cf: bool, store: Any, options: Mapping[str, Any] | None) -> None:
-        self.categories = {}
+    def __init__(self, decode_cf: bool, scale: int, store: Any, options: Mapping[str, Any] | None) -> None:
+        self.categories: dict[str, list[str]] = {}
         self._columns: dict[str, list[str]] = {}
-        self._decode_cf = decode_cf
+        self._decode_cf, self._scale = decode_cf, scale
         self._storage: dict[str, Any] = {"store": store, "options": options}
         self._finder = ShardFinder(store, options)
 
@@ -80,12 +80,53 @@ class Opener:
         parts = run_blocking(lambda: self._open_all(field, several, axis))
         for part in parts:
             if isinstance(part, list) or isinstance(part, SparseMatrix) != isinstance(parts[0], SparseMatrix):
-                raise ValueError(
-                    f"Arrays: {field!r} has texts, or sparse matrices beside arrays: torch has no such tensors"
-                )
+                raise ValueError(f"Arrays: {field!r} has texts, or matrices beside arrays: torch has no such tensors")
             if self._decode_cf and isinstance(part, ChunkedArray):
                 part.scaling = scaling_of(part)
         return parts
+
+    def coordinate(self, parts: Sequence[Any], axis: Any) -> list[NDArray[Any]] | None:
+        """Return the coordinate of an axis, by name or number, of each of some arrays; ``None`` if it has none.
+
+        Raises:
+            ValueError: It is damaged, or has another length than the axis.
+        """
+        dims = getattr(parts[0], "dims", None) or ()
+        number = dims.index(axis) if axis in dims else axis
+        if number not in range(len(dims)):
+            return None
+        found = run_blocking(lambda: run_all([self._coordinate(part, number) for part in parts]))
+        return None if any(values is None for values in found) else found  # type: ignore[return-value]
+
+    async def _coordinate(self, part: ChunkedArray, number: int) -> NDArray[Any] | None:
+        axis, size = (part.dims or ())[number], part.shape[number]
+        values = path = part.coordinates.get(axis)
+        if isinstance(path, str):
+            # Of most stores nobody can list what there is.
+            unknown = [ValueError] * (is_remote(path) and "::" not in path)
+            values = None
+            with contextlib.suppress(FileNotFoundError, *unknown):
+                values = (await self._nodes(path))[""]
+            if isinstance(values, ChunkedArray):
+                values.scaling = scaling_of(values)
+                values = times(await read_all(values), values.attributes)
+            if values is not None and getattr(values, "dtype", np.dtype(object)).kind in "OS":
+                values = np.array([text(each) for each in values])
+        if values is not None and values.shape != (size,):
+            raise ValueError(f"{path} has the shape {values.shape}, and {part.name} {size} places along {axis!r}")
+        return values
+
+    def sort(self, fields: Mapping[str, list[Any]], arrays: Mapping[str, Any], axis: Any) -> None:
+        """Put the files of globs in the order of a coordinate that ascends, if all joined fields are such files."""
+        joined = [name for name, parts in fields.items() if len(parts) > 1]
+        if any(isinstance(arrays[name], list | tuple) or "*" not in os.fspath(arrays[name]) for name in joined):
+            return
+        with contextlib.suppress(IndexError, OSError, ValueError):  # nobody needs a coordinate for the order of names
+            found = [self.coordinate(fields[name], axis) or [] for name in joined]
+            firsts = [[each[0] for each in values if each[0] <= each[-1]] for values in found]
+            if all(len(each) == len(fields[name]) for name, each in zip(joined, firsts, strict=True)):
+                for name, each in zip(joined, firsts, strict=True):
+                    fields[name][:] = [fields[name][at] for at in np.argsort(np.array(each), kind="stable")]
 
     async def _open_all(self, field: str, several: Sequence[Any], axis: Any) -> list[Any]:
         found = [each for given in several for each in (_expand(given) if _is_path(given) else [given])]
@@ -135,6 +176,15 @@ class Opener:
             if self.categories.setdefault(field, names) != names:
                 raise ValueError(f"{given} has other categories than other parts of {field!r}")
             return await child("codes")
+        if "multiscales" in (image := node.get("ome", node)):
+            try:
+                scales = image["multiscales"][0]
+                path, dims = scales["datasets"][self._scale]["path"], tuple(axis["name"] for axis in scales["axes"])
+            except (IndexError, KeyError, TypeError):
+                raise ValueError(f"{given} has no scale {self._scale!r}, only {image['multiscales']}") from None
+            found = await child(path)
+            found.dims = found.dims or dims
+            return found
         inside = sorted(name for name in nodes if name and not name.startswith((".", "zarr.json")))
         hint = "write X.tocsr()" if kind == "csc_matrix" else f"name an array in it; there are {inside}"
         raise ValueError(f"{given} is {f'a {kind}' if kind else 'a group'}: {hint}")
@@ -159,10 +209,10 @@ class Opener:
             return  # the columns have no names
         names = await _texts(nodes.get(index) or await self._open(field, f"{var}/{index}"))
         if self._columns.setdefault(field, names) != names:
-            raise ValueError(
-                f"{path} has columns of other names, by {var}, or in another order than other parts of {field!r}: "
-                "write the files with the same ones, adata[:, names]"
+            hint = (
+                f"in another order than other parts of {field!r}: write the files with the same ones, adata[:, names]"
             )
+            raise ValueError(f"{path} has columns of other names, by {var}, or {hint}")
 
     async def _adopt(self, field: str, given: Any) -> Any:
         values, kinds = given, _kinds_of(given)
@@ -171,10 +221,9 @@ class Opener:
         values = getattr(values, "_meta", values)  # what chunks of dask are
         is_plain = isinstance(values, np.ndarray | np.generic) and not isinstance(values, np.ma.MaskedArray)
         if not is_plain and not {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"} & {*kinds}:
-            raise TypeError(
-                "Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks, not "
-                f"{_kinds_of(values)[0]}: pass its path, 'file.nc::x', or make it one of NumPy, as x.filled(...) does"
-            )
+            known = "paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks"
+            hint = "pass its path, 'file.nc::x', or make it one of NumPy, as x.filled(...) does"
+            raise TypeError(f"Arrays takes {known}, not {_kinds_of(values)[0]}: {hint}")
         if "h5py.Dataset" in kinds:
             if given.file.driver != "sec2":  # in memory, for example
                 return opened(given, given.name, given.chunks, attributes=attributes_of(given))
@@ -188,8 +237,9 @@ class Opener:
             if kind == "ObjectStore":
                 return (await open_zarr(ObjectReader(given.path, store=store.store)))[""]
             return opened(given, given.name or kind, given.chunks, **described(given.metadata))
-        array = np.asarray(given) if "pandas.Series" in kinds else given
-        return opened(array, str(getattr(given, "name", None) or kinds[0]))
+        array, coords = np.asarray(given) if "pandas.Series" in kinds else given, getattr(given, "coords", {})
+        found = {str(axis): np.asarray(coords[axis]) for axis in getattr(given, "dims", ()) if axis in coords}
+        return opened(array, str(getattr(given, "name", None) or kinds[0]), coordinates=found)
 
 
 def _kinds_of(given: Any) -> list[str]:

@@ -257,6 +257,7 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
     found: Any = (ArrayV3Metadata if v3 else ArrayV2Metadata).from_dict(document)
     fill, dtype = found.fill_value, found.dtype.to_native_dtype()
     known: dict[str, Any] = {"name": name, "chunks": tuple(found.chunks), **described(found)}
+    known["coordinates"] = {axis: f"{name.rpartition('/')[0]}/{axis}" for axis in known["dims"] or ()}
     known["metadata"] = ArrayMetadata(reader.url("zarr.json" if v3 else ".zarray"), _described(document))
     axes, decoders, sharding = tuple(range(len(found.shape))), list[str | Decode](), dict[str, Any]()
     if v3:
@@ -285,14 +286,5 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
         compressor, filters = document["compressor"], document["filters"] or []
         decoders = [_decoder(codec) for codec in [*filters, *[compressor] * bool(compressor)]]
         axes = axes if document["order"] == "C" else axes[::-1]
-    return ZarrArray(
-        shape=tuple(found.shape),
-        dtype=dtype,
-        fill=0 if fill is None else fill,
-        reader=reader,
-        key=found.encode_chunk_key,
-        decoders=decoders,
-        axes=axes,
-        **known,
-        **sharding,
-    )
+    known.update(shape=tuple(found.shape), dtype=dtype, fill=0 if fill is None else fill, reader=reader)
+    return ZarrArray(key=found.encode_chunk_key, decoders=decoders, axes=axes, **known, **sharding)
