@@ -149,7 +149,7 @@ class Arrays(GroupedSource):
         self._within, self._asked = within, select or {}
         # By field and axis, what select= has; by axis, this part of it, the arrays that have it, and its coordinate.
         self._chosen, self._ranges, self._homes = dict[Any, Any](), dict[Any, range](), dict[Any, list[Any]]()
-        self._coordinates: dict[Any, NDArray[Any] | None] = {}
+        self._coordinates: dict[Any, Any] = {}
         self._fields: dict[str, Field] = {}
         opened = {name: opener.open(name, given, axes[0]) for name, given in arrays.items()}
         opener.sort(opened, arrays, axes[0])
@@ -161,9 +161,9 @@ class Arrays(GroupedSource):
             make = self._rows_of if is_matrix else self._windows_of
             self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
-        # By number: the name of the field, the number in that, and the joined array.
-        self._sources = [(name, *each) for name, field in self._fields.items() for each in enumerate(field.sources)]
-        counts = [MAPPED if self._fields[name].is_mapped else source.count for name, _, source in self._sources]
+        named = [(name, *each) for name, field in self._fields.items() for each in enumerate(field.sources)]
+        self._sources, self._field_of = [source for *_, source in named], [(name, at) for name, at, _ in named]
+        counts = [MAPPED if self._fields[name].is_mapped else source.count for name, _, source in named]
         self._numbers = np.cumsum([0, *counts])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         self._selection += repr((self._chosen, within)) if select or within is not None else ""
@@ -174,7 +174,7 @@ class Arrays(GroupedSource):
         # To write a sample takes as long as to copy so many bytes.
         self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), SAMPLE_BYTES)
         self._lay_out(stride, pad)
-        chunk_bytes = max(part.chunk_bytes for *_, source in self._sources for part in source.parts)
+        chunk_bytes = max(part.chunk_bytes for source in self._sources for part in source.parts)
         self.shards_at_once: int = max(1, min(READS, READ_BYTES // max(chunk_bytes, 1)))
         self.shards_per_read: int = max(1, min(TOGETHER, TOGETHER_BYTES // max(chunk_bytes, 1)))
 
@@ -305,10 +305,10 @@ class Arrays(GroupedSource):
         lengths = functools.reduce(np.multiply.outer, map(np.diff, self._bounds)).reshape(-1)
         self.shard_starts: NDArray[np.int64] = np.append(0, np.cumsum(lengths))
 
-    def _coordinate(self, axis: Any) -> NDArray[Any] | None:
+    def _coordinate(self, axis: Any) -> Any:
         """Return the coordinate of an axis of samples, which is read once; ``None`` if no field has one."""
         if axis not in self._coordinates:
-            found: Any = next(filter(None, (self._opener.coordinate(*home) for home in self._homes[axis])), None)
+            found = next(filter(None, (self._opener.coordinate(*home) for home in self._homes[axis])), None)
             self._coordinates[axis] = found and np.concatenate(found)
         return self._coordinates[axis]
 
@@ -431,7 +431,7 @@ class Arrays(GroupedSource):
         return statistics_of({id(part.reader): part.reader for part in self._parts() if part.reader}.values())
 
     def _parts(self) -> Iterator[ChunkedArray]:
-        return (part for *_, source in self._sources for part in source.parts)
+        return (part for source in self._sources for part in source.parts)
 
     def structure(self) -> Mapping[str, Sequence[int] | None]:
         """Return the shapes of the fields; of rows in CSR ``None``."""
@@ -490,7 +490,7 @@ class Arrays(GroupedSource):
         chunks = []
         for shard, targets in shards.items():
             number = int(np.searchsorted(self._numbers, shard, side="right")) - 1
-            name, at, source = self._sources[number]
+            source, (name, at) = self._sources[number], self._field_of[number]
             is_mapped = self._fields[name].is_mapped
             part, chunk, place = source.find(0 if is_mapped else shard - int(self._numbers[number]))
             if is_mapped:
