@@ -376,6 +376,8 @@ class Arrays(GroupedSource):
     def at(self, *values: Any, **by_axis: Any) -> int:
         """Return the index of the sample at values of coordinates: ``weather.at("2019-07-01T00")``.
 
+        Of a part, ``weather[80:]``, it is the index in the whole, as ``coords`` and ``position`` take it.
+
         Args:
             values: Of the axes of samples and then of tiles, in their order; indices where there is no coordinate.
             by_axis: The same by name: ``at("2019-07-01T00", lat=45, lon=10)``. A tile is the last one that begins

@@ -103,7 +103,7 @@ class Opener:
         values = path = part.coordinates.get(axis)
         if isinstance(path, str):
             # Of most stores nobody can list what there is.
-            unknown = [ValueError] * (is_remote(path) and "::" not in path)
+            unknown = [ValueError] * (not part.local and "::" not in path)
             values = None
             with contextlib.suppress(FileNotFoundError, *unknown):
                 values = (await self._nodes(path))[""]

@@ -418,6 +418,18 @@ def test_at_urls(kind: str, weather: tuple[Path, Any], server: Any) -> None:
         assert_same(epoch(source), values.z.isel(level=2).values)
 
 
+@pytest.mark.parametrize("select", [{"level": 500}, {"lat": 2}], ids=str)
+def test_in_a_store(select: Any, weather: tuple[Path, Any]) -> None:
+    """Of keys, with a coordinate and without one."""
+    store = pytest.importorskip("obstore.store").MemoryStore()
+    for name, data in files_of(weather[0] / "w3.zarr").items():
+        if "/lat/" not in name:
+            store.put(name, data)
+    source = aiofeed.Arrays({"x": "bucket/z"}, sample="time", select=select, store=store)
+    expected = weather[1].z.drop_vars("lat").sel(select)  # of an axis without a coordinate, indices
+    assert_same(epoch(source), expected.values)
+
+
 def test_tensors_of_a_training(weather: tuple[Path, Any]) -> None:
     """Selected windows are contiguous."""
     source = aiofeed.Arrays(
