@@ -232,12 +232,16 @@ class MixedSource(_Combined, IndexedSource):
     ) -> Sequence[Any]:
         """``read_many`` for a batch that has the samples at ``places``."""
         groups, given = self._groups(indices, plan), np.asarray(places)
-        reads = [caught(self.parts[each.number].read(each, given[each.places].tolist())) for each in groups]
-        for group, (values, error) in zip(groups, await asyncio.gather(*reads), strict=True):
+        reads = [self._read_group(each, given[each.places].tolist()) for each in groups]
+        for error in await asyncio.gather(*reads):
             if error is not None:
                 raise error
-            group.values = values
         return self._result(groups, len(indices))
+
+    async def _read_group(self, group: Group, places: Sequence[int]) -> BaseException | None:
+        # A task that is cancelled before it begins leaves no coroutine behind.
+        group.values, error = await caught(self.parts[group.number].read(group, places))
+        return error
 
     def _read_now(self, indices: Sequence[int], /) -> Sequence[Any]:
         return self._result(self._groups_now(indices), len(indices))
@@ -453,15 +457,15 @@ class MixedBatches(BuildsBatches):
             groups.setdefault(each.part, []).append(place)
         batches, places, singly, forms = list[Any](), list[Any](), list[int](), []
         for number, at in sorted(groups.items()):
-            part, (_, first, value) = source.parts[number], found[at[0]]
+            part, value = source.parts[number], found[at[0]].value
             if part.together:
                 batches.append(part.batch([found[place].value for place in at], lease))
                 places.append(at)
             else:
                 singly += at
             form = form_of(batches[-1], 1) if part.together else form_of(value)
-            forms.append((part.name, form, source._bounds[number] + first))
-        check_forms(forms, source.key)
+            forms.append((part.name, form, at[0]))
+        check_forms(forms, keys.__getitem__)
         if singly:
             singly.sort()
             builder = DefaultCollateBuilder(len(found), lease, may_keep=True)

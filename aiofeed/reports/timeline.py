@@ -53,7 +53,17 @@ class Lane:
 
 @public_in("aiofeed.reports")
 class Timeline:
-    """What a feeder did in the last seconds, of ``Feeder.timeline``. A notebook shows it as a picture that zooms."""
+    """What a feeder did in the last seconds, of ``Feeder.timeline``. A notebook shows it as a picture that zooms.
+
+    Example:
+        ```python
+        import aiofeed
+
+        with aiofeed.Feeder(aiofeed.ImageFolder("photos"), decode=aiofeed.DecodeImage(size=64), batch_size=4) as feeder:
+            batches = list(feeder)
+            print(feeder.timeline())
+        ```
+    """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = lanes

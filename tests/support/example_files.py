@@ -6,6 +6,8 @@ import importlib.util
 import io
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,9 @@ def write_example_files(folder: Path) -> None:
         field[:] = random.normal(280, 10, field.shape)
     if _installed("av"):
         _write_media(folder)
+    if _installed("litdata"):
+        code = 'import litdata; litdata.optimize(hex, list(range(8)), "optimized", chunk_bytes="64MB", num_workers=1)'
+        subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True)
     shutil.copytree(ROOT / "tests" / "data" / "lerobot", folder / "lerobot")
 
 

@@ -84,8 +84,11 @@ class DecodeStage:
         Adds their outcomes to ``made``. Ends early after one with an error, or if the fetcher no longer reads in jobs.
         """
         for batch in batches:
-            batch.undecoded = 1
-            outcome = self._decode(batch, 0, [UNREAD] * len(batch.plan.indices))
+            batch.undecoded, began, samples = 1, time.perf_counter(), len(batch.plan.indices)
+            outcome = self._decode(batch, 0, [UNREAD] * samples)
+            if outcome.read_s:
+                read = began, began + outcome.read_s, batch.plan.number, samples, outcome.nbytes
+                batch.counters.events.append(("read", "reads", *read))
             ended = bool(batch.errors) or self.stop.is_set() or not self.fetcher.reads_in_jobs
             made.append(outcome)
             if ended:

@@ -16,6 +16,20 @@ from aiofeed.shards.urls import Shard, Urls
 class ArrayRecordShards(Shards):
     """Records in ArrayRecord files, as Grain reads them; a sample is the bytes of one record.
 
+    Example:
+        ```python
+        import array_record.python.array_record_module as array_record
+
+        import aiofeed
+
+        writer = array_record.ArrayRecordWriter("train-0.array_record", "group_size:1")
+        for number in range(8):
+            writer.write(bytes([number]))
+        writer.close()
+        shards = aiofeed.ArrayRecordShards("train-*.array_record")
+        feeder = aiofeed.Feeder(shards, decode=ord, batch_size=4)
+        ```
+
     Read by ``pip install "aiofeed[array-record]"``, from several threads. Files written with ``group_size:1`` are read
     record by record; of others, each record costs reading its group.
 

@@ -50,6 +50,17 @@ class _Chunks(threading.local):
 class LitDataShards(Shards):
     """Samples that ``litdata.optimize`` has written to a folder, as LitData decodes them; ``decode=`` may change them.
 
+    Example:
+        ```python
+        import aiofeed
+
+        # litdata.optimize(hex, list(range(8)), "optimized", chunk_bytes="64MB")
+        shards = aiofeed.LitDataShards("optimized")
+        feeder = aiofeed.Feeder(shards, batch_size=4, shuffle=True)
+        for texts in feeder:
+            print(texts)
+        ```
+
     Read by ``pip install "aiofeed[litdata]"``; each thread has a reader of its own, which keeps a few chunks open:
     ``shuffle="window"`` suits many chunks.
 

@@ -388,7 +388,7 @@ async def coroutine(value: Any) -> Any:
         ({"batch_sampler": []}, ValueError, "leave out batch_size="),
         ({"prefetch_factor": 3}, TypeError, r"Limits\(prefetch_batches=3\)"),
         ({"num_workers": 0}, TypeError, "num_workers=0.*leave it out"),
-        ({"classes": 3}, TypeError, "unexpected keyword argument 'classes'$"),
+        ({"flavour": 3}, TypeError, "unexpected keyword argument 'flavour'$"),
         ({"wrokers": 3}, TypeError, r"no argument 'wrokers'; did you mean num_workers=3\? aiofeed.DataLoader takes it"),
         ({"prefetch_batches": 3}, TypeError, r"pass limits=Limits\(prefetch_batches=3\)"),
         ({"prefetch_batch": 3}, TypeError, r"mean prefetch_batches=3\? pass limits=Limits\(prefetch_batches=3\)"),
