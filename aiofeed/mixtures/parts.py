@@ -212,7 +212,7 @@ class Part:
             if decoder.takes_target and target is not None:
                 options["target"], target = target(found.at), None
             value = decoder.call(value, **options)
-        sample = value if is_tensor(value) else map_leaves(_tensor, value)
+        sample = value if is_tensor(value) else map_leaves(_tensor, value, _is_numbers)
         return sample if target is None else (sample, target(found.at))
 
     def batch(self, values: Sequence[Any], lease: BufferLease) -> Any:
@@ -243,6 +243,11 @@ class Part:
 
 def _targets(groups: Sequence[tuple[Group, Any]]) -> list[tuple[Any, Any]]:
     return [(group.values, at) for group, at in groups]
+
+
+def _is_numbers(value: Any) -> bool:
+    """Return whether a value is a list of numbers, such as tokens, which stays one for ``Pack`` and ``collate_fn=``."""
+    return type(value) is list and {*map(type, value)} <= {int, float}
 
 
 def _tensor(leaf: Any) -> Any:

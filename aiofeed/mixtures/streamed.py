@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from aiofeed.kernel.core.errors import StateError
+from aiofeed.kernel.core.errors import FeedError, ReadError, StateError
 from aiofeed.kernel.core.faces import BaseSource, Exclusion
+from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import Traits
 from aiofeed.kernel.core.validation import counted
@@ -185,7 +186,10 @@ class MixedItems:
             while self._interleaving is not None and self._drawn != self._drawing.until:
                 block, within = divmod(self._place, BLOCK)
                 number = self._left[self._interleaving.block(block)[0][within]]
-                at = self._courses[number].next()
+                try:
+                    at = self._courses[number].next()
+                except Exception as error:
+                    raise self._read_error(number, error) from error
                 if at is _END and self._drawing.at_end == "leave out":
                     self._mix([each for each in self._left if each != number])
                     continue
@@ -198,6 +202,12 @@ class MixedItems:
         finally:
             for course in self._courses:
                 course.close()
+
+    def _read_error(self, number: int, error: Exception) -> FeedError:
+        course = self._courses[number]
+        key = f"{self._names[number]}: {course.source.key(course.taken)}"
+        message = f"cannot read {key!r}: {format_error(error)}"
+        return error if isinstance(error, FeedError) else ReadError(message, key=key, index=self._drawn, stage="read")
 
     def _all_ended(self, number: int) -> bool:
         """Return whether an epoch without a number of samples is over when this source has ended."""
@@ -242,21 +252,22 @@ class Course:
     """The passes through a stream in an epoch; pass n is as the first one of the epoch that is n later."""
 
     def __init__(self, source: Any, epoch: int) -> None:
-        self._source, self._epoch = source, epoch
+        self.source: Any = source
+        self._epoch = epoch
         self.passes: int = 0
-        self._taken = 0
+        self.taken: int = 0
         self._iterator: Any = None
         self._stateful: Any = None
 
     def _open(self, state: Any) -> None:
         """Begin the pass, or go on at its state, which the iterable has or its iterator."""
-        iterable = self._source.open_epoch(self._epoch + self.passes)
+        iterable = self.source.open_epoch(self._epoch + self.passes)
         self._stateful = self._loaded(iterable, state)
         self._iterator = iter(iterable)
         if self._stateful is None:
             self._stateful = self._loaded(self._iterator, state)
         if state is None or self._stateful is None:
-            for _ in islice(self._iterator, self._taken):
+            for _ in islice(self._iterator, self.taken):
                 pass
 
     def _loaded(self, stateful: Any, state: Any) -> Any:
@@ -272,22 +283,22 @@ class Course:
             self._open(None)
         if (item := next(self._iterator, _END)) is _END:
             return _END
-        self._taken += 1
-        return ItemNumber.of(self._taken - 1, item)
+        self.taken += 1
+        return ItemNumber.of(self.taken - 1, item)
 
     def restart(self) -> None:
         """Begin the next pass."""
         self.close()
-        self.passes, self._taken, self._iterator, self._stateful = self.passes + 1, 0, None, None
+        self.passes, self.taken, self._iterator, self._stateful = self.passes + 1, 0, None, None
 
     def state(self) -> dict[str, Any]:
         """Return the pass, the items of it that have been taken, and the state of the iterable, if it has one."""
         own = None if self._stateful is None else self._stateful.state_dict()
-        return {"passes": self.passes, "taken": self._taken, "state": own}
+        return {"passes": self.passes, "taken": self.taken, "state": own}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        self.passes, self._taken = state["passes"], state["taken"]
+        self.passes, self.taken = state["passes"], state["taken"]
         self._open(state["state"])
 
     def close(self) -> None:
@@ -304,11 +315,11 @@ class IndexCourse(Course):
         self._seed = seed
 
     def _open(self, state: Any) -> None:
-        length = len(self._source)
+        length = len(self.source)
         order = None if self._seed is None else feistel(length, self._seed, self._epoch + self.passes)
 
         def indices() -> Iterator[int]:
-            for first in range(self._taken, length, BLOCK):
+            for first in range(self.taken, length, BLOCK):
                 places = np.arange(first, min(first + BLOCK, length))
                 yield from (places if order is None else order(places)).tolist()
 

@@ -115,9 +115,15 @@ class LengthPlan(Plan):
         shuffle = bool(schedule.shuffle) or isinstance(samples, WeightedOrder)
         return PlanLister(self, schedule.seed, shuffle=shuffle, drop_last=schedule.drop_last, order=samples)
 
-    def measured(self, samples: list[Any]) -> list[tuple[Any, int]]:
-        """Return each sample of a list with its length."""
-        return [(sample, self.measure(number, sample)) for number, sample in enumerate(samples)]
+    def measured(self, samples: list[Any]) -> list[tuple[Any, int | Exception]]:
+        """Return each sample of a list with its length, or the error of measuring it."""
+        found: list[tuple[Any, int | Exception]] = []
+        for number, sample in enumerate(samples):
+            try:
+                found.append((sample, self.measure(number, sample)))
+            except Exception as error:  # noqa: BLE001 - of length=; raised with the key of the sample
+                found.append((sample, error))
+        return found
 
     def measure(self, number: int, sample: Any) -> int:
         """Return the length of a sample with this number.

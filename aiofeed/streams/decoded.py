@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.kernel.core.errors import CollateError
 from aiofeed.kernel.core.failures import FailurePolicy
+from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.sampling.schedule import Position
 from aiofeed.streams.stream import Stream
 from aiofeed.streams.stream_epochs import Blocks, Measured, Snapshot, items_of
@@ -97,7 +99,14 @@ class DecodedStream(Stream):
         return [sample for (sample, _), _ in items_of(indices)]
 
     def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:
-        return super()._read_blocks(epoch, first, snapshot, size, lambda _, item: item[0][1])
+        return super()._read_blocks(epoch, first, snapshot, size, lambda _, item: _length_of(item))
+
+
+def _length_of(item: Any) -> int:
+    (_, length), key = item
+    if isinstance(length, Exception):
+        raise CollateError(f"cannot measure {str(key)!r}: {format_error(length)}") from length
+    return length  # type: ignore[no-any-return]
 
 
 class DecodedSamples:

@@ -243,8 +243,8 @@ def test_a_stream_without_items_is_named() -> None:
         texts(Mixture(streams, [1, 1]))
 
 
-def test_an_error_of_a_stream_names_the_mixture() -> None:
-    """The error of a stream is raised after the batches before it."""
+def test_an_error_of_a_stream_names_the_stream() -> None:
+    """The error of a stream is raised after the batches before it, with its name and the number of the item."""
 
     def broken() -> Iterator[str]:
         yield from letters(4)
@@ -253,7 +253,7 @@ def test_an_error_of_a_stream_names_the_mixture() -> None:
     with Feeder(Mixture({"a": Stream(broken)}, [1]), batch_size=2, collate_fn=list) as feeder:
         iterator = iter(feeder)
         assert [next(iterator), next(iterator)] == [["a0.0", "a0.1"], ["a0.2", "a0.3"]]
-        with pytest.raises(aiofeed.FeedError, match="line 5 is damaged"):
+        with pytest.raises(aiofeed.FeedError, match=r"cannot read 'a: broken\[4\]': RuntimeError: line 5 is damaged"):
             next(iterator)
 
 
@@ -274,3 +274,18 @@ def test_a_mixture_of_streams_in_a_mixture() -> None:
     inner = mixed(100)
     found = texts(Mixture({"in": inner, "x": Stream(partial(letters, 1000, "x"))}, [3, 3], until=60))
     assert Counter(each[0] for each in found) == {"a": 20, "b": 10, "x": 30}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_lists_of_tokens_stay_lists(stream: bool) -> None:
+    """``Mixture(decode=)`` may return lists of numbers, which plans measure and pack."""
+    texts = ["a bc", "def"] * 20
+    given: Any = Stream(lambda: iter(texts)) if stream else texts
+    mixture = Mixture({"a": given, "b": [*texts]}, [1, 1], decode={"a": tokenized, "b": tokenized})
+    with Feeder(mixture, batch_size=aiofeed.Pack("decoded", context=16, rows=1)) as feeder:
+        batch = next(iter(feeder))
+    assert batch["ids"].shape == (1, 16)
+
+
+def tokenized(text: str) -> dict[str, list[int]]:
+    return {"ids": [*text.encode()]}
