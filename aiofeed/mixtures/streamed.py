@@ -61,8 +61,7 @@ class StreamedMixture(Stream):
         (("shuffle= other than True",), ("Mixture of streams",), ValueError,
          "its streams have orders of their own: pass shuffle=True, for the sources that are no streams"),
         (("a plan",), ("Mixture of streams",), TypeError,
-         "its samples are read after their batches are known, so that no plan can measure them: pass a number as "
-         "batch_size="),
+         "its samples are read after their batches are known: pass lengths=\"decoded\", or a number as batch_size="),
     )  # fmt: skip
     collate: Any = None
 

@@ -213,7 +213,7 @@ def test_what_streams_exclude(options: dict[str, Any], words: str) -> None:
     ("options", "words"),
     [
         ({"shuffle": "window"}, "streams have orders of their own"),
-        ({"batch_size": aiofeed.Pack(context=8, rows=1)}, "no plan can measure them"),
+        ({"batch_size": aiofeed.Pack(context=8, rows=1)}, 'pass lengths="decoded"'),
         ({"cache": "host"}, "a cache finds samples"),
         ({"engine": "process:2"}, "read in this process"),
     ],

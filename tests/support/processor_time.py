@@ -8,6 +8,7 @@ process imported a library: in another order another test would do both.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import multiprocessing
 import os
 import sys
@@ -27,6 +28,9 @@ MARGIN = 3.0
 
 REFERENCE_S = 0.009
 """Processor time of `fixed_work` on that machine when it is quiet."""
+
+PAGES_S = 0.004
+"""Processor time of touching the pages of `new_memory` on that machine."""
 
 LIBRARY_MODULES = 50
 """An import of so many modules is one of a library."""
@@ -50,9 +54,18 @@ def fixed_work() -> float:
     return least
 
 
+def new_memory() -> float:
+    """Return the processor time of touching 4,096 new pages: the host of a virtual machine may have to find them."""
+    start = time.process_time()
+    with mmap.mmap(-1, 16 << 20) as memory:
+        for at in range(0, len(memory), 4096):
+            memory[at] = 1
+    return time.process_time() - start
+
+
 def slowness() -> float:
-    """Return how many times as long as on the machine of the benchmarks a computation takes now; at least 1."""
-    return max(1.0, fixed_work() / REFERENCE_S)
+    """Return how many times as long as on the machine of the benchmarks computing or new memory takes; at least 1."""
+    return max(1.0, fixed_work() / REFERENCE_S, new_memory() / PAGES_S)
 
 
 class ProcessorTime:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import aiofeed
+import aiofeed.mixtures.streamed  # a Mixture imports it for streams only
 from aiofeed.kernel.core.faces import Declares, Exclusion
 from aiofeed.kernel.feeder.rules import EXCLUDED
 from tests.support.calls import PUBLIC, calls_in
@@ -27,7 +28,8 @@ def excluded() -> list[Exclusion]:
         waiting += kind.__subclasses__()
         if kind.__module__.startswith("aiofeed") and isinstance(vars(kind).get("excluded"), tuple):
             kinds[kind.__name__] = kind
-    return [*EXCLUDED, *(row for _, kind in sorted(kinds.items()) for row in kind.excluded)]
+    # A class may have the rows of its base class among its own.
+    return [*dict.fromkeys([*EXCLUDED, *(row for _, kind in sorted(kinds.items()) for row in kind.excluded)])]
 
 
 def options_page() -> str:
