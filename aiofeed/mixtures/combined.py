@@ -495,9 +495,11 @@ class MixedBuilder(CollateBatchBuilder):
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         if self._gathered is not None:
             return super()._build(keys, positions)
-        samples, self.samples, self.kept = pick(self.samples, positions), [], None
+        samples = pick(self.samples, positions)
+        self.samples: list[Any] = []
+        self.kept: list[Any] | None = None
         batch = self._batches.build(samples, keys if positions is None else pick(keys, positions), self._lease)
-        self.nbytes = _nbytes_of(batch)
+        self.nbytes: int = _nbytes_of(batch)
         return batch
 
 

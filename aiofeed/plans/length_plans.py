@@ -61,7 +61,7 @@ class LengthPlan(Plan):
     def __init__(self, lengths: Lengths | None, length: Measure | None = None, **size: object) -> None:
         self._given = lengths
         self._lengths: Int64 | None = None
-        self.decoded = self.measured if isinstance(lengths, str) and lengths == "decoded" else None
+        self.decoded: Any = self.measured if isinstance(lengths, str) and lengths == "decoded" else None
         self.streams: bool = lengths is None or self.decoded is not None
         self.measures: bool = isinstance(lengths, str) and lengths == "measure"
         self.length: Measure | None = length
