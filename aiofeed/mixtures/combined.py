@@ -73,7 +73,32 @@ class _Combined:
         return f"{self.parts[number].name}: {self._sources[number].key(local)}"
 
 
-class MixedSource(_Combined, IndexedSource):
+class SeveralSources:
+    """What a source that reads several others passes on to all of them."""
+
+    parts: list[Part]
+
+    def content_parts(self) -> list[Content]:
+        """Return those of all sources."""
+        return [content for part in self.parts for content in part.source.content_parts()]
+
+    def storage_statistics(self) -> StorageStatistics | None:
+        """Return the requests of all sources together."""
+        asked = [part.source.storage_statistics() for part in self.parts]
+        return StorageStatistics.joined([found for found in asked if found is not None])
+
+    async def open(self) -> None:
+        """Open every source."""
+        for part in self.parts:
+            await part.source.open()
+
+    async def aclose(self) -> None:
+        """Close every source."""
+        for part in self.parts:
+            await part.source.aclose()
+
+
+class MixedSource(_Combined, SeveralSources, IndexedSource):
     """Sources of any kinds as one.
 
     Args:
@@ -180,15 +205,6 @@ class MixedSource(_Combined, IndexedSource):
         """Identifies all sources, with their names."""
         return digest(*[f"{part.name}={names_of(part.source, len(part.source))}" for part in self.parts])
 
-    def content_parts(self) -> list[Content]:
-        """Return those of all sources."""
-        return [part for source in self._sources for part in source.content_parts()]
-
-    def storage_statistics(self) -> StorageStatistics | None:
-        """Return the requests of all sources together."""
-        asked = [source.storage_statistics() for source in self._sources]
-        return StorageStatistics.joined([found for found in asked if found is not None])
-
     def _nbytes(self, index: int, /) -> int:
         number, local = self._find(index)
         return self._sources[number].nbytes(local)  # type: ignore[no-any-return]
@@ -203,16 +219,6 @@ class MixedSource(_Combined, IndexedSource):
             return self.parts[number].name
         target = self._sources[number].target(local)
         return (target, self.parts[number].name) if self._adds_names else target
-
-    async def open(self) -> None:
-        """Open every source."""
-        for source in self._sources:
-            await source.open()
-
-    async def aclose(self) -> None:
-        """Close every source."""
-        for source in self._sources:
-            await source.aclose()
 
     # --- samples
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -14,15 +15,13 @@ import numpy as np
 from aiofeed.kernel.core.errors import FeedError, ReadError, StateError
 from aiofeed.kernel.core.faces import BaseSource, Exclusion
 from aiofeed.kernel.core.formatting import format_error
-from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import Traits
 from aiofeed.kernel.core.validation import counted
 from aiofeed.kernel.sampling.order import feistel, mix64
 from aiofeed.kernel.sampling.progress import digest
 from aiofeed.kernel.sampling.schedule import Schedule
-from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.subset import names_of
-from aiofeed.mixtures.combined import MixedBatches, MixedDecoder
+from aiofeed.mixtures.combined import MixedBatches, MixedDecoder, SeveralSources
 from aiofeed.mixtures.mixture_order import BLOCK, NEVER, ConstantShares, Interleaving, ShareBlocks
 from aiofeed.mixtures.parts import Found, Group, Part
 from aiofeed.plans.length_plans import LengthPlan
@@ -52,7 +51,7 @@ class Drawing:
     shuffle: bool = False
 
 
-class StreamedMixture(Stream):
+class StreamedMixture(SeveralSources, Stream):
     """Sources, one of them a stream at least, as one stream, whose items are ``Found``."""
 
     traits: Traits = Traits(decode="none", indexed=False)
@@ -101,15 +100,6 @@ class StreamedMixture(Stream):
         named = [(part.name, part.source) for part in self.parts]
         return digest(*[f"{name}={names_of(source, _length(source))}" for name, source in named])
 
-    def content_parts(self) -> list[Content]:
-        """Return those of all sources."""
-        return [content for part in self.parts for content in part.source.content_parts()]
-
-    def storage_statistics(self) -> StorageStatistics | None:
-        """Return the requests of all sources together."""
-        asked = [part.source.storage_statistics() for part in self.parts]
-        return StorageStatistics.joined([found for found in asked if found is not None])
-
     def key(self, index: int, /) -> str:
         """Return the name of the source, and the sample's key in it."""
         if not isinstance(index, ItemNumber):
@@ -131,29 +121,24 @@ class StreamedMixture(Stream):
 
     async def read_many(self, indices: Sequence[int]) -> list[Any]:
         """Return ``Found`` with what is read of each sample."""
-        items: list[Any] = items_of(indices)
+        # A copy: the items of the plan stay as they are, for keys and for another read.
+        items: list[Any] = [*items_of(indices)]
         groups: dict[int, list[int]] = {}
         for place, found in enumerate(items):
             groups.setdefault(found.part, []).append(place)
-        for number, places in groups.items():
-            part, local = self.parts[number], [items[place].at for place in places]
-            if isinstance(part.source, Stream):
-                values: Sequence[Any] = await part.source.read_many(local)
-            else:
-                values = await part.read(Group(number, np.array(places), np.array(local)), places)
+        reads = [self._read_part(number, places, [items[at].at for at in places]) for number, places in groups.items()]
+        for places, values in zip(groups.values(), await asyncio.gather(*reads), strict=True):
             for place, value in zip(places, values, strict=True):
                 items[place] = value if isinstance(value, BaseException) else items[place]._replace(value=value)
         return items
 
-    async def open(self) -> None:
-        """Open every source."""
-        for part in self.parts:
-            await part.source.open()
-
-    async def aclose(self) -> None:
-        """Close every source."""
-        for part in self.parts:
-            await part.source.aclose()
+    async def _read_part(self, number: int, places: list[int], local: list[int]) -> Sequence[Any]:
+        part = self.parts[number]
+        if part.source.traits.indexed:
+            return await part.read(Group(number, np.array(places), np.array(local)), places)
+        assert part.source.read_many is not None
+        found: Sequence[Any] = await part.source.read_many(local)
+        return found
 
 
 def _length(source: BaseSource) -> int:
@@ -257,6 +242,8 @@ class Course:
         self.taken: int = 0
         self._iterator: Any = None
         self._stateful: Any = None
+        # Of a pass that is not opened yet: a source that has ended is not read again.
+        self._state: Any = None
 
     def _open(self, state: Any) -> None:
         """Begin the pass, or go on at its state, which the iterable has or its iterator."""
@@ -279,7 +266,7 @@ class Course:
     def next(self) -> Any:
         """Return the next item with its number, or ``_END``."""
         if self._iterator is None:
-            self._open(None)
+            self._open(self._state)
         if (item := next(self._iterator, _END)) is _END:
             return _END
         self.taken += 1
@@ -288,17 +275,17 @@ class Course:
     def restart(self) -> None:
         """Begin the next pass."""
         self.close()
-        self.passes, self.taken, self._iterator, self._stateful = self.passes + 1, 0, None, None
+        self.passes, self.taken = self.passes + 1, 0
+        self._iterator = self._stateful = self._state = None
 
     def state(self) -> dict[str, Any]:
         """Return the pass, the items of it that have been taken, and the state of the iterable, if it has one."""
-        own = None if self._stateful is None else self._stateful.state_dict()
+        own = self._state if self._stateful is None else self._stateful.state_dict()
         return {"passes": self.passes, "taken": self.taken, "state": own}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        self.passes, self.taken = state["passes"], state["taken"]
-        self._open(state["state"])
+        self.passes, self.taken, self._state = state["passes"], state["taken"], state["state"]
 
     def close(self) -> None:
         """Close the iterator, if it can be closed."""

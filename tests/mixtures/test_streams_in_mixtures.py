@@ -289,3 +289,44 @@ def test_lists_of_tokens_stay_lists(stream: bool) -> None:
 
 def tokenized(text: str) -> dict[str, list[int]]:
     return {"ids": [*text.encode()]}
+
+
+def test_a_sample_that_fails_is_named_and_replaced(tmp_path: Any) -> None:
+    """Read errors of a source beside a stream are skipped or replaced, and keys stay those of the samples."""
+    paths = [tmp_path / f"{number}.txt" for number in range(4)]
+    for path in paths[:2] + paths[3:]:
+        path.write_text(path.stem)
+    decode: dict[str, Any] = {"a": int, "files": lambda data: int(bytes(data))}
+    for action in ("skip", "replace"):
+        policy = aiofeed.FailurePolicy(action, max_failures=9)
+        files = aiofeed.Files([*paths])
+        mixture = Mixture({"a": Stream(lambda: iter(range(100, 104))), "files": files}, [1, 1], decode=decode, until=8)
+        with Feeder(mixture, batch_size=8, on_error=policy, keys=True) as feeder:
+            [(values, keys)] = list(feeder)
+        assert len(values) == len(keys) == (7 if action == "skip" else 8)
+        assert all(key.startswith(("a: ", "files: ")) for key in keys)
+        assert [failure.key for failure in feeder.failures] == [f"files: {paths[2]}"]
+
+
+def test_a_source_that_was_left_out_is_not_read_again() -> None:
+    """A state of an epoch from which a stream was left out does not open that stream."""
+    opened = []
+
+    def short() -> Iterator[str]:
+        opened.append("short")
+        return letters(2)
+
+    def source() -> Mixture:
+        return Mixture({"a": Stream(short), "b": Stream(partial(letters, 90, "b"))}, [1, 1], at_end="leave out")
+
+    with Feeder(source(), batch_size=4, collate_fn=list) as feeder:
+        for number, _ in enumerate(feeder):
+            if number == 15:
+                break
+        state = feeder.state_dict()
+    opened.clear()
+    with Feeder(source(), batch_size=4, collate_fn=list) as feeder:
+        feeder.load_state_dict(state)
+        iterator = iter(feeder)
+        assert next(iterator) == [f"b0.{number}" for number in range(62, 66)]
+    assert opened == []
