@@ -20,6 +20,7 @@ import numpy as np
 from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Needs, Scaling, equal_steps, expand, places_of
 from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, DenseField, Field, ReadChunk, Selection, SparseField, Starts
 from aiofeed.arrays.opening import Opener, SparseMatrix
+from aiofeed.arrays.statistics import statistics_of_values
 from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Gathered, Traits, public
@@ -28,6 +29,7 @@ from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool
 from aiofeed.kernel.runtime.tensors import as_tensors
 from aiofeed.kernel.sampling.order import mix64, sample_seed
 from aiofeed.kernel.sources.file_io import SAMPLED, Content, evenly
+from aiofeed.kernel.sources.subset import Subset
 from aiofeed.objects.reader import run_all, statistics_of
 
 if TYPE_CHECKING:
@@ -450,31 +452,28 @@ class Arrays(GroupedSource):
         found = {name: field.collate([sample[name] for sample in samples]) for name, field in self._fields.items()}
         return as_tensors(found)
 
-    def statistics(self, samples: int = 1000, seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    def statistics(
+        self, samples: int = 1000, seed: int = 0, by: str | int | Sequence[str | int] = ()
+    ) -> dict[str, dict[str, torch.Tensor]]:
         """Return ``mean``, ``std``, ``min`` and ``max`` of the values of each real field that are not NaN, float64.
+
+        Of a part, ``weather[:80].statistics()``, of its samples only.
 
         Args:
             samples: So many samples are read, drawn at random; all if there are fewer.
             seed: Draws others.
+            by: Axes of samples, by name or number in the array, such as levels or channels. There are numbers of each
+                position along them, NaN where there are no values. They have all axes of a sample, the others of size
+                1: ``(batch["x"] - mean) / std`` is right, and ``mean.flatten()`` is a list of channels. Of an axis of
+                windows or tiles, positions are those in the sample.
+
+        Raises:
+            ValueError: No field has such an axis.
         """
-        import torch
+        return statistics_of_values(self, self._fields, samples, seed, by)
 
-        from aiofeed import Feeder
-
-        chosen = np.random.default_rng(seed).choice(len(self), min(samples, len(self)), replace=False)
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in self._fields}
-        with Feeder(self[np.sort(chosen)], batch_size=16, seed=seed) as feeder:
-            for batch in feeder:
-                for name, tensor in batch.items():
-                    if tensor.is_complex():
-                        continue
-                    values = (tensor if tensor.layout is torch.strided else tensor.to_dense()).double()
-                    values = values[~values.isnan()]
-                    if len(values):
-                        count, mean = torch.tensor(len(values)).double(), values.mean()
-                        squares = (values - mean).square().sum()
-                        found[name].append(torch.stack([count, mean, squares, values.min(), values.max()]))
-        return {name: _moments(torch.stack(parts)) for name, parts in found.items() if parts}
+    def _part(self, rows: NDArray[np.int64]) -> Any:
+        return ArraysPart(self, rows)
 
     # --- reading
 
@@ -542,12 +541,12 @@ class Arrays(GroupedSource):
         return await self.read_planned(indices, None, None)
 
 
-def _moments(parts: torch.Tensor) -> dict[str, torch.Tensor]:
-    counts, means, squares = parts[:, :3].unbind(1)
-    mean = (counts * means).sum() / counts.sum()
-    deviations = squares.sum() + (counts * (means - mean).square()).sum()
-    found = {"mean": mean, "std": (deviations / counts.sum()).sqrt()}
-    return {**found, "min": parts[:, 3].min(), "max": parts[:, 4].max()}
+class ArraysPart(Subset):
+    """The samples of ``Arrays`` at some indices."""
+
+    def statistics(self, *arguments: Any, **named: Any) -> dict[str, dict[str, torch.Tensor]]:
+        """Return ``Arrays.statistics`` of these samples."""
+        return statistics_of_values(self, self.whole._fields, *arguments, **named)
 
 
 class GatheredArrays(Gathered):

@@ -138,6 +138,7 @@ class DenseField:
         shape: The shape of a sample.
         nbytes: Bytes of a sample.
         is_mapped: Whether samples are copied from memory, without chunks.
+        axes: Of each axis of a sample its number in the array, and its name if it has one.
     """
 
     is_dense = True
@@ -150,6 +151,8 @@ class DenseField:
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"Arrays(pad={pad}) is no value of {joined.first.name}, {joined.dtype}") from None
         self._axes = [each.axis for each in selections]
+        names = zip(range(len(selections)), *[joined.first.dims] * bool(joined.first.dims), strict=True)
+        self.axes: list[Sequence[Any]] = [each for each, chosen in zip(names, selections, strict=True) if chosen.kept]
         self._full = [len(each.offsets) for each in selections]
         steps = np.array([each.step for each in selections], np.int64)
         self._order = tuple(slice(None, None, step) for step in np.sign(steps).tolist())
@@ -319,7 +322,7 @@ class SparseField:
         dense: Whether samples are rows with all columns.
 
     Attributes:
-        name, sources, shape, nbytes: As of ``DenseField``; values and columns.
+        name, sources, shape, nbytes, axes: As of ``DenseField``; values and columns.
         rows: Where each row begins in the values, and their end.
     """
 
@@ -340,6 +343,7 @@ class SparseField:
         rows = [part.starts[:-1] + end - part.values.shape[0] for part, end in zip(parts, ends, strict=True)]
         self.rows: NDArray[np.int64] = np.concatenate([*rows, ends[-1:]])
         self.shape: tuple[int, ...] = (*[self._count] * selection.kept, self._width)
+        self.axes: list[Sequence[Any]] = [(number,) for number in range(not selection.kept, 2)]
         each = sum(source.shape[0] * source.dtype.itemsize for source in self.sources)
         self.nbytes: int = each * self._count // max(len(self.rows) - 1, 1)
 

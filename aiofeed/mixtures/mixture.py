@@ -391,7 +391,7 @@ def _combined(parts: Sequence[Part], names: bool) -> BaseSource:
     """Return the sources as one, whose indices count through them in order."""
     sources: list[Any] = [part.source for part in parts]
     decoded = any(part.decode for part in parts)
-    wholes = [source.whole if type(source) is Subset else source for source in sources]
+    wholes = [source.whole if isinstance(source, Subset) else source for source in sources]
     if all(whole.joined for whole in wholes) and not (names or decoded):
         return _joined(sources, wholes)
     items, kinds = [source.traits.items for source in sources], {source.traits.decode for source in sources}

@@ -1,0 +1,78 @@
+"""Means, deviations and ranges of the values of fields, over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed.common.progress_bar import LoadProgress
+
+if TYPE_CHECKING:
+    import torch
+
+    from aiofeed.arrays.fields import Field
+    from aiofeed.kernel.sources.subset import IndexedSource
+
+# So many samples are read together.
+BATCH = 16
+
+
+def statistics_of_values(
+    source: IndexedSource, fields: dict[str, Field], samples: int = 1000, seed: int = 0, by: Any = ()
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the statistics of the fields of ``Arrays`` or a part of one, as ``Arrays.statistics`` describes them."""
+    import torch
+
+    from aiofeed import Feeder
+
+    axes = [by] if isinstance(by, str | int) else [*by]
+    known = {name: list(field.axes) for name, field in fields.items()}
+    for axis in axes:
+        if not any(axis in names for each in known.values() for names in each):
+            there = {name: [names[-1] for names in each] for name, each in known.items()}
+            raise ValueError(f"statistics(by={by!r}): samples have no axis {axis!r}; there are {there}")
+    # Of a batch, whose first axis is that of samples.
+    over = {
+        name: [0, *(at for at, names in enumerate(each, 1) if not {*names} & {*axes})] for name, each in known.items()
+    }
+    chosen = np.random.default_rng(seed).choice(len(source), min(samples, len(source)), replace=False)
+    found: dict[str, Any] = {}
+    progress = LoadProgress(
+        "statistics", "samples", len(chosen), lambda n: f"statistics of {n} of {len(chosen)} samples"
+    )
+    with Feeder(source[np.sort(chosen)], batch_size=BATCH, seed=seed) as feeder, progress:
+        for batch in feeder:
+            for name, tensor in batch.items():
+                if not tensor.is_complex():
+                    values = (tensor if tensor.layout is torch.strided else tensor.to_dense()).double()
+                    new = _moments(values, over[name])
+                    found[name] = new if name not in found else _merged(found[name], new)
+            progress.add(len(tensor))
+    return {name: _result(moments, bool(axes)) for name, moments in found.items() if moments[0].any()}
+
+
+def _moments(values: torch.Tensor, over: list[int]) -> list[torch.Tensor]:
+    """Return the number of values that are not NaN, their mean, squared deviations, minimum and maximum."""
+    missing = values.isnan()
+    count = (~missing).sum(over, keepdim=True).double()
+    mean = values.masked_fill(missing, 0).sum(over, keepdim=True) / count.clamp(min=1)
+    squares = (values - mean).square().masked_fill(missing, 0).sum(over, keepdim=True)
+    low, high = (values.masked_fill(missing, float(each)) for each in ("inf", "-inf"))
+    return [count, mean, squares, low.amin(over, keepdim=True), high.amax(over, keepdim=True)]
+
+
+def _merged(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the moments of two sets of values: Chan, Golub and LeVeque, 1979."""
+    (count, mean, squares, low, high), (more, its_mean, its_squares, its_low, its_high) = one, other
+    total, apart = count + more, its_mean - mean
+    share = more / total.clamp(min=1)
+    squares = squares + its_squares + apart.square() * count * share
+    return [total, mean + apart * share, squares, low.minimum(its_low), high.maximum(its_high)]
+
+
+def _result(moments: Sequence[torch.Tensor], by: bool) -> dict[str, torch.Tensor]:
+    count, mean, squares, low, high = (each[0] if by else each.reshape(()) for each in moments)
+    found = {"mean": mean, "std": (squares / count).sqrt(), "min": low, "max": high}
+    return {name: values.masked_fill(count == 0, float("nan")) for name, values in found.items()}
