@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import hashlib
 import itertools
 import math
 import os
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Needs, Scaling, equal_steps, expand, places_of
-from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, DenseField, Field, ReadChunk, Selection, SparseField, Starts
+from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Needs, Scaling, equal_steps, places_of
+from aiofeed.arrays.fields import MAPPED, DenseField, Field, ReadChunk, Selection, SparseField, Starts
+from aiofeed.arrays.layout import Grid, Layout, merged
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.arrays.statistics import statistics_of_values
 from aiofeed.common.grouped_source import GroupedSource
@@ -36,12 +36,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# A shard, for shuffle="window", has at least so many samples; of windows so many chunks, up to so many bytes.
-LEAST_SAMPLES = 64
-LEAST_CHUNKS = 8
-SHARD_BYTES = 8 << 20
 SAMPLE_BYTES = 4 << 10
 FARTHEST = 1 << 40  # offset of a window
+IMAGE = "image"  # the axis of arrays that are samples
 # Chunks are read at the same time up to so many bytes, and so many chunks.
 READ_BYTES = 32 << 20
 READS = 128
@@ -75,12 +72,15 @@ class Arrays(GroupedSource):
             array of zarr, h5py, xarray, dask or NumPy without a mask. Sparse rows, ``"cells.h5ad::X"``, and columns of
             categories, ``"cells.h5ad::obs/cell_type"``, are in the layout of AnnData.
         sample: The axis whose positions are the samples, by its name or number; or several. An array that lacks a named
-            axis is the same for all positions.
+            axis is the same for all positions. ``()``: each array of a list, a glob or a plate is an image, the
+            positions are those of the axis ``"image"``, and an array beside lists has a row for each image.
         window: What a sample has of the axis: offsets from the position, ``range(-3, 1)`` or ``[-24, -12, 0]``; an int
             for one of them without the axis; or a dict of these by field, and in a field by axis. Default: 0.
-        tile: By axis, the size of the part of it that a sample has.
+        tile: By axis, the size of the part of it that a sample has. Joined arrays may differ in size along it; then no
+            window crosses the border of two.
         stride: By axis, how far tiles are apart, each of which is a sample (default: their size); or ``"random"``: one
             tile for each position, at random, from the sample's own generator.
+        samples_per_position: How many random tiles each position has.
         select: By axis, what is used of it: a value of its coordinate, a list of them, or a slice with both ends, as in
             ``sel`` of xarray; of an axis with a number or without a coordinate, indices. Of an axis of samples or
             tiles, a slice. Or a dict of these by field.
@@ -117,6 +117,7 @@ class Arrays(GroupedSource):
         window: Any = None,
         tile: Mapping[str | int, int] | None = None,
         stride: Mapping[str | int, int] | str | None = None,
+        samples_per_position: int = 1,
         select: Mapping[Any, Any] | None = None,
         within: str | int | None = None,
         pad: float | None = None,
@@ -134,7 +135,7 @@ class Arrays(GroupedSource):
         if isinstance(window, Mapping) and (unknown := [name for name in window if name not in arrays]):
             raise ValueError(f"Arrays(window=) names {unknown}, and the fields are {list(arrays)}")
         self._opener = opener = Opener(decode_cf, scale, store, options)
-        axes = [sample] if isinstance(sample, str | int) else list(sample)
+        axes: list[Any] = [sample] if isinstance(sample, str | int) else list(sample) or [IMAGE]
         # By axis: all offsets; the size of a tile; the length. And the names of axes, for messages.
         self._windows = {axis: [0] for axis in axes}
         self._tiles, self._lengths, self._names = dict(tile or {}), dict[Any, int](), set[str]()
@@ -142,11 +143,16 @@ class Arrays(GroupedSource):
             raise ValueError(f"Arrays: sample={sample!r} and tile={tile!r} must name one axis, and none twice")
         if wrong := [size for size in self._tiles.values() if not isinstance(size, Integral) or size < 1]:
             raise ValueError(f"Arrays(tile=): a size must be 1 or more, got {wrong[0]!r}")
+        if not isinstance(samples_per_position, Integral) or samples_per_position < 1:
+            raise ValueError(f"Arrays(samples_per_position=) must be 1 or more, got {samples_per_position!r}")
+        if samples_per_position > 1 and stride != "random":
+            raise ValueError(f'Arrays(samples_per_position={samples_per_position}) needs stride="random", and tile=')
         if not isinstance(stride, Mapping | str | None):
             raise TypeError(f'Arrays(stride=) is a dict of ints or "random", got {stride!r}')
         if stride and (not tile or (isinstance(stride, Mapping) and not stride.keys() <= self._tiles.keys())):
             raise ValueError(f"Arrays(stride={stride!r}) needs a size for each of its axes in tile=")
-        if within is not None and (within not in axes or pad is not None):
+        is_images = axes == [IMAGE] != [sample]
+        if within is not None and (within not in axes or pad is not None or is_images):
             raise ValueError(f"Arrays(within={within!r}) is one of sample={sample!r}, and not for pad=")
         self._within, self._asked = within, select or {}
         # By field and axis, what select= has; by axis, this part of it, the arrays that have it, and its coordinate.
@@ -155,6 +161,9 @@ class Arrays(GroupedSource):
         self._fields: dict[str, Field] = {}
         opened = {name: opener.open(name, given, axes[0]) for name, given in arrays.items()}
         opener.sort(opened, arrays, axes[0])
+        self._images = max(map(len, opened.values())) * is_images
+        if self._images == 1 and not tile:
+            raise ValueError("Arrays(sample=()) needs several arrays in a field, each of which is a sample, or tile=")
         for name, parts in opened.items():
             offsets = window.get(name) if isinstance(window, Mapping) else window
             is_matrix = isinstance(parts[0], SparseMatrix)
@@ -169,13 +178,14 @@ class Arrays(GroupedSource):
         self._numbers = np.cumsum([0, *counts])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         self._selection += repr((self._chosen, within)) if select or within is not None else ""
+        self._selection += repr(samples_per_position) if samples_per_position > 1 else ""
         found = {axis for _, axis in self._chosen}
         for key, given in (select or {}).items():
             if key not in found and not (isinstance(given, Mapping) and key in arrays and given.keys() <= found):
                 raise ValueError(f"Arrays(select=): no field or axis is {key!r}: {given!r}, only {sorted(self._names)}")
         # To write a sample takes as long as to copy so many bytes.
         self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), SAMPLE_BYTES)
-        self._lay_out(stride, pad)
+        self._lay_out(stride, pad, int(samples_per_position))
         chunk_bytes = max(part.chunk_bytes for source in self._sources for part in source.parts)
         self.shards_at_once: int = max(1, min(READS, READ_BYTES // max(chunk_bytes, 1)))
         self.shards_per_read: int = max(1, min(TOGETHER, TOGETHER_BYTES // max(chunk_bytes, 1)))
@@ -195,26 +205,35 @@ class Arrays(GroupedSource):
         dims, named, first = parts[0].dims, dict[int, Any](), parts[0].name
         axis: Any
         self._names.update(dims or ())
+        stacked = len(parts) == self._images
+        names = [*[IMAGE] * stacked, *(dims or [None] * len(parts[0].shape))]
+        if self._images and not stacked:
+            names[:1] = [IMAGE]
         for axis in (*self._windows, *self._tiles):
-            if not isinstance(axis, int) and dims is None:
+            if not isinstance(axis, int) and dims is None and axis not in names:
                 raise ValueError(f"{first} has no names of axes: give numbers in place of {axis!r}")
-            number = axis if isinstance(axis, int) else dims.index(axis) if axis in dims else -1
-            if 0 <= number < len(parts[0].shape):
+            number = axis + stacked if isinstance(axis, int) else names.index(axis) if axis in names else -1
+            if 0 <= number < len(names):
                 named[number] = axis
         along = next((number for number, axis in named.items() if axis in self._windows), 0)
-        joined, selections = Joined(parts, along), []
+        tiled = [number for number, axis in named.items() if axis in self._tiles]
+        joined, selections = Joined(parts, along, tiled, stacked=stacked), []
         if 0 in joined.shape:
             raise ValueError(f"{first} has no values: its shape is {list(joined.shape)}")
         for number, size in enumerate(joined.shape):
-            axis = named.get(number)
-            home = (parts if number == along else parts[:1]), number
+            axis, sizes = named.get(number), joined.sizes(number)
+            own: Any = IMAGE if self._images and names[number] == IMAGE else number - stacked
+            home = (parts if number == along else parts[:1]), own
             chosen = self._choose(name, *home, size)
             if axis is not None:
-                self._measure(name, axis, size)
+                self._measure(name, axis, sizes[0] if len({*sizes}) == 1 else sizes)
+                if len({*sizes}) > 1:
+                    self._measure(name, "the joined axis", joined.lengths)
                 self._homes.setdefault(axis, []).append(home)
-                is_slice = pad is None and getattr(chosen, "step", 0) == 1
+                is_slice = pad is None and getattr(chosen, "step", 0) == 1 and len({*sizes}) == 1
                 if chosen is not None and not (is_slice and self._ranges.setdefault(axis, chosen) == chosen):
-                    raise ValueError(f"Arrays(select=): along {axis!r} all fields have one slice, and no pad=")
+                    what = f"Arrays(select=): along {axis!r} all fields have one slice"
+                    raise ValueError(f"{what} of one size, and no pad=")
             if axis in self._windows:
                 selections.append(self._select(name, axis, offsets))
             elif axis is None and chosen is not None:
@@ -231,7 +250,8 @@ class Arrays(GroupedSource):
         """Return the places of an axis that ``select=`` has, if any."""
         own = self._asked.get(name)
         asked = {**self._asked, **(own if isinstance(own, Mapping) else {})}
-        for axis in filter(asked.__contains__, (number, (parts[0].dims or {number: number})[number])):
+        names = (number,) if number == IMAGE or not parts[0].dims else (number, parts[0].dims[number])
+        for axis in filter(asked.__contains__, names):
             found = self._opener.coordinate(parts, axis) if isinstance(axis, str) else None
             values, what = found and np.concatenate(found), f"Arrays(select=): {parts[0].name} along {axis!r}"
             self._chosen[name, axis] = places_of(values, size, asked[axis], what)
@@ -253,63 +273,82 @@ class Arrays(GroupedSource):
         self._windows[axis] += map(int, offsets)
         return Selection(axis, self._windows[axis][-len(offsets) :], kept)
 
-    def _lay_out(self, stride: Any, pad: float | None) -> None:
-        """Number the samples: those of one block of chunks, a shard, come together."""
-        largest = sorted(self._fields.values(), key=lambda field: field.nbytes, reverse=True)
-        self._random: dict[Any, tuple[int, int]] = {}  # the first place, and how many there are
-        self._axes: list[tuple[Any, Any]] = []  # with the positions: a range or an array
-        self._bounds: list[NDArray[np.int64]] = []  # in positions, of the shards along each axis
+    def _lay_out(self, stride: Any, pad: float | None, repeats: int) -> None:
+        """Number the samples; of parts of different sizes, those of each one apart."""
+        sizes = self._lengths.get("the joined axis")
+        self._borders = np.cumsum([0, *(sizes or ())]).tolist()
+        parts = [None] if sizes is None else range(len(sizes))
+        found = [(part, self._grid_of(part, stride, pad, repeats)) for part in parts]
+        # Keys name the array of a sample where samples have numbers by array.
+        joined = [field.sources[0] for field in self._fields.values()]
+        self._joined = max(joined, key=lambda each: len(each.parts))
+        self._names_parts = sizes is not None or self._images or any(part.label for part in self._joined.parts)
+        self._numbers_of_parts = [part for part, grid in found if grid]
+        if not self._numbers_of_parts:
+            raise ValueError(f"Arrays: all arrays are smaller than a sample, with tile={self._tiles}")
+        self._layout = Layout([grid for _, grid in found if grid])
+        self.shard_starts: NDArray[np.int64] = self._layout.starts
+        # By axis and grid, the first place of a random tile, and how many there are.
+        self._random = dict[Any, Any]()
+        for axis, size in self._tiles.items() if stride == "random" else ():
+            ranges = [self._range_of(axis, part) for part in self._numbers_of_parts]
+            self._random[axis] = [(each.start, max(len(each) - size, 0) + 1) for each in ranges]
+
+    def _range_of(self, axis: Any, part: int | None) -> range:
+        """Return the positions along an axis that a part has; ``None``: all of them."""
+        length = self._lengths.get(axis)
+        if length is None:
+            raise ValueError(f"Arrays: no array has the axis {axis!r}; there are {sorted(self._names)}")
+        if isinstance(length, tuple):
+            return range(length[part or 0])
+        found = self._ranges.get(axis, range(length))
+        if part is None or axis != next(iter(self._windows)):
+            return found
+        return range(max(found.start, self._borders[part]), min(found.stop, self._borders[part + 1]))
+
+    def _grid_of(self, part: int | None, stride: Any, pad: float | None, repeats: int) -> Grid | None:
+        """Return the samples of a part, ``None`` if it is too small; those of all parts, if it is ``None``."""
+        fields: Any = [each for each in self._fields.values() if part is None or len(each.sources[0].parts) > 1]
+        fields.sort(key=lambda field: field.nbytes, reverse=True)
+        along, bounds = dict[Any, Any](), []  # in positions, of the shards along each axis
         for axis in (*self._windows, *self._tiles):
-            if axis not in self._lengths:
-                raise ValueError(f"Arrays: no array has the axis {axis!r}; there are {sorted(self._names)}")
-            part = self._ranges.get(axis, range(self._lengths[axis]))
-            length, size, first, step = len(part), self._tiles.get(axis, 1), part.start, 1
+            places = self._range_of(axis, part)
+            length, size, first, step = len(places), self._tiles.get(axis, 1), places.start, 1
             if axis in self._tiles:
                 step = self._tiles[axis] if not isinstance(stride, Mapping) else stride.get(axis, size)
                 if not isinstance(step, Integral) or step < 1:
                     raise ValueError(f"Arrays(stride=) must be 1 or more along {axis!r}, got {step!r}")
-                if stride == "random":
-                    self._random[axis], size = (first, max(length - size, 0) + 1), size if pad is None else 0
+                size = size if pad is None else 0
             elif pad is None:
                 first, size = first - min(self._windows[axis]), max(self._windows[axis]) - min(self._windows[axis]) + 1
-            count = -(-length // step) if pad is not None else (length - size) // step + 1
-            if count < 1:
+            is_random = stride == "random" and axis in self._tiles
+            count = -(-length // step) if pad is not None and not is_random else (length - size) // step + 1
+            if count < 1 or not length:
+                if part is not None:
+                    return None
                 raise ValueError(f"Arrays: along {axis!r} there are {length} positions, and a sample needs {size}")
-            if axis not in self._random:
-                cuts = next(found for field in largest if (found := field.cuts(axis)) is not None)
-                positions: Any = range(first, first + count * step, step)
-                before = -(-(cuts[:-1] - first) // step)
-                if axis == self._within:
-                    positions = self._unbroken(axis, np.array(positions))
-                    before, count = np.searchsorted(positions, cuts[:-1]), len(positions)
-                self._axes.append((axis, positions))
-                ascending = np.r_[0, before.clip(0, count - 1), count]
-                self._bounds.append(ascending[np.diff(ascending, prepend=-1) > 0])  # numpy.unique takes seconds
-        counts = [int(bounds[-1]) for bounds in self._bounds]
-        if math.prod(counts) > MOST_CHUNKS:
-            raise ValueError(f"{largest[0].name} claims {math.prod(counts)} samples: it is damaged")
-        each = np.prod([count / (len(bounds) - 1) for count, bounds in zip(counts, self._bounds, strict=True)])
-        several = max(int(LEAST_SAMPLES / each), 1)
-        if len(set(next(iter(self._windows.values())))) > 1 or isinstance(largest[0], SparseField):
-            # Samples at a border need the chunks of two shards: few borders, but no large shards.
-            several = max(several, min(LEAST_CHUNKS, int(SHARD_BYTES / (each * self.gathered_bytes))))
-        # A chunk with very many samples makes several shards: the first batch waits for the samples of a shard.
-        most = max(int(SHARD_BYTES / self.gathered_bytes / (each * (len(self._bounds[0]) - 1) / counts[0])), 1)
-        most = max(most, counts[0] // MOST_SHARDS)
-        firsts = self._bounds[0][:-1:several]
-        lengths = np.diff(firsts, append=counts[0])
-        pieces, within = expand(np.where(lengths > 2 * most, -(-lengths // most), 1))
-        self._bounds[0] = np.append(firsts[pieces] + within * most, counts[0])
-        while math.prod(len(bounds) - 1 for bounds in self._bounds) > MOST_SHARDS:
-            at = max(range(len(self._bounds)), key=lambda number: len(self._bounds[number]))
-            self._bounds[at] = np.append(self._bounds[at][:-1:2], counts[at])
-        self._grid = [len(bounds) - 1 for bounds in self._bounds]
-        lengths = functools.reduce(np.multiply.outer, map(np.diff, self._bounds)).reshape(-1)
-        self.shard_starts: NDArray[np.int64] = np.append(0, np.cumsum(lengths))
+            if is_random:
+                continue
+            cuts = next(found for field in fields if (found := field.cuts(axis, part)) is not None)
+            positions: Any = range(first, first + count * step, step)
+            before = -(-(cuts[:-1] - first) // step)
+            if axis == self._within:
+                positions = self._unbroken(axis, np.array(positions))
+                before, count = np.searchsorted(positions, cuts[:-1]), len(positions)
+            along[axis] = positions
+            ascending = np.r_[0, before.clip(0, count - 1), count]
+            bounds.append(ascending[np.diff(ascending, prepend=-1) > 0])  # numpy.unique takes seconds
+        if math.prod(map(len, along.values())) > MOST_CHUNKS:
+            raise ValueError(f"{fields[0].name} claims {math.prod(map(len, along.values()))} samples: it is damaged")
+        wide = len(set(next(iter(self._windows.values())))) > 1 or isinstance(fields[0], SparseField)
+        return Grid(along, merged(bounds, self.gathered_bytes * repeats, wide=wide), repeats)
 
     def _coordinate(self, axis: Any) -> Any:
         """Return the coordinate of an axis of samples, which is read once; ``None`` if no field has one."""
-        if axis not in self._coordinates:
+        if axis not in self._coordinates and axis == IMAGE and self._images:
+            names = [part.label or part.name for part in self._joined.parts]
+            self._coordinates[axis] = np.array(names) if len({*names}) == len(names) else None
+        elif axis not in self._coordinates:
             found = next(filter(None, (self._opener.coordinate(*home) for home in self._homes[axis])), None)
             self._coordinates[axis] = found and np.concatenate(found)
         return self._coordinates[axis]
@@ -327,27 +366,19 @@ class Arrays(GroupedSource):
             raise ValueError(f"Arrays(within={axis!r}): each window, from {low} to {high}, crosses a gap")
         return positions
 
-    def _positions(self, indices: NDArray[np.int64]) -> dict[Any, NDArray[np.int64]]:
-        shards = np.searchsorted(self.shard_starts, indices, side="right") - 1
-        rest, found = indices - self.shard_starts[shards], dict[Any, Any]()
-        blocks = zip(self._axes, self._bounds, np.unravel_index(shards, self._grid), strict=True)
-        for (axis, positions), bounds, at in reversed(list(blocks)):
-            rest, within = np.divmod(rest, bounds[at + 1] - bounds[at])
-            within += bounds[at]
-            is_range = isinstance(positions, range)
-            found[axis] = positions.start + within * positions.step if is_range else positions[within]
-        return found
-
     def _starts(self, indices: NDArray[np.int64], plan: BatchPlan | None, places: Sequence[int] | None) -> Starts:
         """Return where samples begin, which the plan has at some places."""
-        starts = {**self._positions(indices), None: 0 * indices}
+        found, grids = self._layout.positions(indices)
+        starts = {**found, None: 0 * indices}
         if self._random:
             if plan is None:
                 raise ValueError("random tiles are others in each epoch: no cache can keep them")
             positions = plan.positions if places is None else [plan.positions[place] for place in places]
             seeds = [sample_seed(plan.epoch_seed, position) for position in positions]
-            for number, (axis, (first, count)) in enumerate(self._random.items()):
-                starts[axis] = np.array([first + ((mix64(seed + number) * count) >> 64) for seed in seeds], np.int64)
+            for number, (axis, ranges) in enumerate(self._random.items()):
+                drawn = zip(seeds, map(ranges.__getitem__, grids.tolist()), strict=True)
+                found = [first + ((mix64(seed + number) * count) >> 64) for seed, (first, count) in drawn]
+                starts[axis] = np.array(found, np.int64)
         return starts
 
     # --- what a feeder asks
@@ -362,13 +393,17 @@ class Arrays(GroupedSource):
 
     def key(self, index: int, /) -> str:
         """Return the array of the first field and the position of the sample."""
-        places = ", ".join(f"{axis}={at}" for axis, at in self.position(index).items())
-        return f"{next(iter(self._fields.values())).name}[{places}]"
+        places, name = self.position(index), next(iter(self._fields.values())).name
+        if self._names_parts:
+            axis = next(iter(places))
+            part, places[axis] = self._joined.within(places[axis])
+            name, _ = part.name, places.pop(IMAGE, None)
+        return f"{name}[{', '.join(f'{axis}={at}' for axis, at in places.items())}]"
 
     def position(self, index: int, /) -> dict[Any, int]:
         """Return the position of a sample along each axis; of a tile, its first one, unless that is random."""
-        found = self._positions(np.array([index]))
-        return {axis: int(found[axis][0]) for axis, _ in self._axes}
+        found, _ = self._layout.positions(np.array([index]))
+        return {axis: int(places[0]) for axis, places in found.items()}
 
     def coords(self, index: int, /) -> dict[Any, Any]:
         """Return the position of a sample as values of coordinates, times as ``datetime64``; otherwise ``position``."""
@@ -389,28 +424,30 @@ class Arrays(GroupedSource):
             TypeError: There is not one value for each axis.
             ValueError: There is no such value, or no sample that is whole is there.
         """
-        axes = [axis for axis, _ in self._axes]
+        axes = [*self._layout.grids[0].axes]
         given = {**dict(zip(axes, values, strict=False)), **by_axis}
         if len(values) + len(by_axis) != len(axes) or given.keys() != {*axes}:
             raise TypeError(f"at() takes one value for each of {axes}, got {values} and {by_axis}")
-        blocks, within = [], 0
-        for (axis, positions), bounds in zip(self._axes, self._bounds, strict=True):
-            place = places_of(self._coordinate(axis), self._lengths[axis], given[axis], f"at(): {axis!r}")
-            number = bisect_right(positions, place) - 1
-            if number < 0 or place - positions[number] >= self._tiles.get(axis, 1):
+        at, numbers, part = 0, list[int](), self._numbers_of_parts[0]
+        for axis in axes:
+            lengths = self._lengths[axis]
+            values = None if axis == IMAGE and isinstance(given[axis], Integral) else self._coordinate(axis)
+            size = lengths[part] if isinstance(lengths, tuple) else lengths
+            place = places_of(values if size == lengths else None, size, given[axis], f"at(): {axis!r}")
+            if part is not None and not numbers:
+                part = bisect_right(self._borders, place) - 1
+                at = bisect_left(self._numbers_of_parts, part)
+            positions = self._layout.grids[at].axes[axis] if part in self._numbers_of_parts else ()
+            numbers.append(bisect_right(positions, place) - 1)
+            if numbers[-1] < 0 or place - positions[numbers[-1]] >= self._tiles.get(axis, 1):
                 raise ValueError(f"at(): no sample is at {given[axis]!r} along {axis!r}: it would not be whole")
-            blocks.append(bisect_right(bounds, number) - 1)
-            within = within * int(bounds[blocks[-1] + 1] - bounds[blocks[-1]]) + number - int(bounds[blocks[-1]])
-        return int(self.shard_starts[np.ravel_multi_index(blocks, self._grid)]) + within
+        return int(self._layout.firsts[at]) + self._layout.grids[at].index(numbers)
 
     def fingerprint(self) -> str:
         """Names, shapes and dtypes of the arrays, and what a sample has of them."""
         digest = hashlib.sha256(self._selection.encode())
-        if len(self._axes) > 1:
-            # The number of a sample depends on them.
-            digest.update(b"".join(bounds.tobytes() for bounds in self._bounds))
-        for _, positions in self._axes:
-            digest.update(b"" if isinstance(positions, range) else positions.tobytes())
+        for grid in self._layout.grids:
+            digest.update(grid.digest())
         for part in self._parts():
             digest.update(f"\n{os.path.basename(part.name)} {part.shape} {part.dtype}".encode())
         return digest.hexdigest()[:32]

@@ -8,7 +8,7 @@ import math
 import re
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -67,6 +67,8 @@ class ChunkedArray(ABC):
     scaling: Scaling | None = None
     limit: int | None = None
     coordinates: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+    """Its well and field in a plate."""
     reader: Any = None
     """Reads its files; ``None``: there are none."""
     metadata: Any = None
@@ -344,48 +346,70 @@ class Joined:
     Args:
         parts: The arrays. They agree in dtype, and but for the axis in shape. Each has chunks of its own.
         axis: The axis.
+        free: Other axes along which they may differ in size.
+        stacked: Whether the axis is a new one, the first.
 
     Attributes:
         count: The number of chunks.
+        lengths: By array, its size along the axis.
 
     Raises:
         ValueError: An array differs from the first one, or torch has no such dtype.
     """
 
-    def __init__(self, parts: Sequence[ChunkedArray], axis: int = 0) -> None:
+    def __init__(
+        self, parts: Sequence[ChunkedArray], axis: int = 0, free: Sequence[int] = (), *, stacked: bool = False
+    ) -> None:
         self.parts = parts
-        self.axis = axis
+        self.axis, self.stacked = axis, int(stacked)
         self.first: ChunkedArray = parts[0]
         self.dtype: np.dtype[Any] = self.first.sample_dtype
         if not is_plain(self.dtype):
             raise ValueError(f"{self.first.name} has the dtype {self.first.dtype}, of which torch has no tensors")
-        wanted = _layout(self.first, axis)
+        any_size = {each - self.stacked for each in (axis, *free)}
+        wanted = _layout(self.first, any_size)
         for part in parts:
-            if (found := _layout(part, axis)) != wanted:
-                raise ValueError(f"{part.name} has {found}, and {self.first.name} {wanted}")
+            if (found := _layout(part, any_size)) != wanted:
+                hint = ": arrays may differ in size along axes of tile=" if part.dtype == self.first.dtype else ""
+                raise ValueError(f"{part.name} has {found}, and {self.first.name} {wanted}{hint}")
             if part.chunk_bytes > MAX_BYTES:
                 raise ValueError(f"{part.name} has chunks of {part.chunk_bytes} bytes, and {MAX_BYTES} are allowed")
-        grids, shape = [grid_of(part.shape, part.chunks) for part in parts], list(self.first.shape)
+        new = (1,) * stacked
+        grids = [(*new, *grid_of(part.shape, part.chunks)) for part in parts]
+        sizes, shape = [(*new, *part.shape) for part in parts], [*new, *self.first.shape]
+        self.lengths: tuple[int, ...] = tuple(size[axis] for size in sizes) if shape else ()
         if shape:
-            shape[axis] = sum(part.shape[axis] for part in parts)
+            shape[axis] = sum(self.lengths)
         self.shape: tuple[int, ...] = tuple(shape)
         self.count: int = sum(map(math.prod, grids))
         if max(self.count, *shape, 0) > MOST_CHUNKS:
             raise ValueError(f"{self.first.name} claims {self.count} chunks and the shape {shape}: it is damaged")
         # By part and axis; the numbers of its chunks follow those of the part before.
-        self._grids, self._sizes = np.array(grids, np.int64), np.array([part.shape for part in parts], np.int64)
-        self._chunks = np.array([part.chunks for part in parts], np.int64).clip(1)
+        self._grids, self._sizes = np.array(grids, np.int64), np.array(sizes, np.int64)
+        self._chunks = np.array([(*new, *part.chunks) for part in parts], np.int64).clip(1)
         self._starts = np.zeros_like(self._sizes)
         self._ends = np.cumsum(self._sizes[:, axis] if shape else [0])
         self._starts[1:, axis : axis + 1] = self._ends[:-1, None]
         self._numbers = np.cumsum([0, *map(math.prod, grids)])
 
-    def cuts(self, axis: int, most: int) -> NDArray[np.int64]:
-        """Return where chunks along an axis begin, of more than ``most`` only some, and its end."""
-        grids = self._grids[: None if axis == self.axis else 1, axis]
+    def sizes(self, axis: int) -> tuple[int, ...]:
+        """Return the size of each array along an axis; along the joined one that of all."""
+        return (self.shape[axis],) if axis == self.axis else tuple(self._sizes[:, axis].tolist())
+
+    def within(self, position: int) -> tuple[ChunkedArray, int]:
+        """Return the array at a position along the joined axis, and the position in that."""
+        part = int(np.searchsorted(self._ends, position, side="right"))
+        return self.parts[part], position - int(self._ends[part]) + self.lengths[part]
+
+    def cuts(self, axis: int, most: int, part: int | None = None) -> NDArray[np.int64]:
+        """Return where chunks along an axis begin, in an array or all; of more than ``most`` only some; and its end."""
+        some = range(len(self.parts))[slice(part or 0, None if part is None and axis == self.axis else (part or 0) + 1)]
+        grids = self._grids[some, axis]
         step = -(-int(grids.sum()) // most)
-        part, at = expand(-(-grids // step))
-        return np.append(self._starts[part, axis] + at * step * self._chunks[part, axis], self.shape[axis])
+        number, at = expand(-(-grids // step))
+        number += some.start
+        end = self._starts[some[-1], axis] + self._sizes[some[-1], axis]
+        return np.append(self._starts[number, axis] + at * step * self._chunks[number, axis], end)
 
     @cached_property
     def cut_axes(self) -> list[bool]:
@@ -431,7 +455,7 @@ class Joined:
             left, at = divmod(left, count)
             chunk.insert(0, at)
             place.insert(0, (start + at * size, start + min((at + 1) * size, length)))
-        return self.parts[part], tuple(chunk), place
+        return self.parts[part], tuple(chunk[self.stacked :]), place
 
 
 def grid_of(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:
@@ -445,6 +469,6 @@ def expand(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.in
     return rows, np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def _layout(part: ChunkedArray, axis: int) -> str:
-    shape = [*part.shape[:axis], "any", *part.shape[axis + 1 :]]
+def _layout(part: ChunkedArray, any_size: Collection[int]) -> str:
+    shape = ["any" if axis in any_size else size for axis, size in enumerate(part.shape)]
     return f"the dtype {part.sample_dtype} and the shape {shape}".replace("'any'", "any")

@@ -71,6 +71,8 @@ class ReadChunk:
                 if self.part.local:
                     self.data = self._read_now()
                 self.values = self.part.decode(self.data, self.at)
+            if 0 < self.values.ndim < len(self.place):  # of one that is stacked
+                self.values = self.values[None]
         except Exception as error:  # noqa: BLE001 - the error of each of these samples
             self.fail(error)
         return self.values is not None
@@ -151,7 +153,8 @@ class DenseField:
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"Arrays(pad={pad}) is no value of {joined.first.name}, {joined.dtype}") from None
         self._axes = [each.axis for each in selections]
-        names = zip(range(len(selections)), *[joined.first.dims] * bool(joined.first.dims), strict=True)
+        numbers = range(-joined.stacked, len(selections) - joined.stacked)
+        names = [(at, *(joined.first.dims or ())[at : at + 1]) if at >= 0 else ("image",) for at in numbers]
         self.axes: list[Sequence[Any]] = [each for each, chosen in zip(names, selections, strict=True) if chosen.kept]
         self._full = [len(each.offsets) for each in selections]
         steps = np.array([each.step for each in selections], np.int64)
@@ -166,7 +169,7 @@ class DenseField:
         found = [each[at] for each, at in zip(runs, grid, strict=True)]
         blocks = np.array(found, np.int64).reshape(*grid.shape, 3).transpose(2, 0, 1)
         self._begins, self._spans = blocks[0], (blocks[2] - 1) * steps[:, None] + 1
-        needed = math.prod(grid_of(self._full, joined.first.chunks))
+        needed = math.prod(grid_of(self._full[joined.stacked :], joined.first.chunks))
         few = needed >= MANY and math.prod(self._full) * joined.dtype.itemsize < needed * LARGE
         few |= MANY * math.prod(self._full[1:]) <= math.prod(joined.shape[1:])
         self.is_mapped: bool = few and len(joined.parts) == 1 and joined.first.mapped_values() is not None
@@ -181,9 +184,9 @@ class DenseField:
         self.shape: tuple[int, ...] = tuple(len(each.offsets) for each in selections if each.kept)
         self.nbytes: int = math.prod(self.shape) * joined.dtype.itemsize
 
-    def cuts(self, axis: Any) -> NDArray[np.int64] | None:
-        """Return where the chunks along an axis begin, and its end; ``None`` if the field lacks the axis."""
-        return self.sources[0].cuts(self._axes.index(axis), MOST_SHARDS) if axis in self._axes else None
+    def cuts(self, axis: Any, part: int | None = None) -> NDArray[np.int64] | None:
+        """Return where the chunks along an axis begin, of a part or all, and its end; ``None`` if it lacks the axis."""
+        return self.sources[0].cuts(self._axes.index(axis), MOST_SHARDS, part) if axis in self._axes else None
 
     def needs(self, starts: Starts) -> list[Needs]:
         """Return the chunks that samples need, of each joined array."""
@@ -347,7 +350,7 @@ class SparseField:
         each = sum(source.shape[0] * source.dtype.itemsize for source in self.sources)
         self.nbytes: int = each * self._count // max(len(self.rows) - 1, 1)
 
-    def cuts(self, axis: Any) -> NDArray[np.int64] | None:
+    def cuts(self, axis: Any, part: int | None = None) -> NDArray[np.int64] | None:
         """Return the rows in which chunks of values begin, and the number of rows."""
         found = np.searchsorted(self.rows, self.sources[0].cuts(0, MOST_SHARDS)[:-1], side="right") - 1
         rows = len(self.rows) - 1

@@ -1,0 +1,119 @@
+"""The layout of samples: positions along axes, numbered so that those of a block of chunks, a shard, come together."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed.arrays.chunked import expand
+from aiofeed.arrays.fields import MOST_SHARDS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# A shard, for shuffle="window", has at least so many samples; of windows so many chunks, up to so many bytes.
+LEAST_SAMPLES = 64
+LEAST_CHUNKS = 8
+SHARD_BYTES = 8 << 20
+
+
+def merged(bounds: list[NDArray[np.int64]], sample_bytes: int, *, wide: bool) -> list[NDArray[np.int64]]:
+    """Return where shards begin along each axis, of blocks of chunks that begin at ``bounds``.
+
+    Args:
+        bounds: By axis, the numbers of the positions at which blocks begin, and that of positions.
+        sample_bytes: Bytes of the samples of a position.
+        wide: Whether samples at a border of blocks along the first axis need the chunks of both.
+    """
+    counts = [int(each[-1]) for each in bounds]
+    each = np.prod([count / (len(along) - 1) for count, along in zip(counts, bounds, strict=True)])
+    several = max(int(LEAST_SAMPLES / each), 1)
+    if wide:  # few borders, but no large shards
+        several = max(several, min(LEAST_CHUNKS, int(SHARD_BYTES / (each * sample_bytes))))
+    # A chunk with very many samples makes several shards: the first batch waits for the samples of a shard.
+    most = max(int(SHARD_BYTES / sample_bytes / (each * (len(bounds[0]) - 1) / counts[0])), 1)
+    most = max(most, counts[0] // MOST_SHARDS)
+    firsts = bounds[0][:-1:several]
+    lengths = np.diff(firsts, append=counts[0])
+    pieces, within = expand(np.where(lengths > 2 * most, -(-lengths // most), 1))
+    found = [np.append(firsts[pieces] + within * most, counts[0]), *bounds[1:]]
+    while math.prod(len(along) - 1 for along in found) > MOST_SHARDS:
+        at = max(range(len(found)), key=lambda number: len(found[number]))
+        found[at] = np.append(found[at][:-1:2], counts[at])
+    return found
+
+
+class Grid:
+    """The samples at all combinations of positions along some axes.
+
+    Args:
+        axes: By axis, its positions: a range or an array.
+        bounds: By axis, the numbers of the positions at which shards begin, and that of positions.
+        repeats: The samples at each position.
+
+    Attributes:
+        starts: The first sample of each shard, and the number of samples.
+    """
+
+    def __init__(self, axes: Mapping[Any, Any], bounds: Sequence[NDArray[np.int64]], repeats: int) -> None:
+        self.axes = axes
+        self._bounds, self._repeats = bounds, repeats
+        self._sizes = [len(along) - 1 for along in bounds]
+        lengths = functools.reduce(np.multiply.outer, map(np.diff, bounds)).reshape(-1)
+        self.starts: NDArray[np.int64] = np.append(0, np.cumsum(lengths * repeats))
+
+    def digest(self) -> bytes:
+        """Return what the number of a sample depends on, apart from the lengths of axes."""
+        found = [along.tobytes() for along in self._bounds] if len(self.axes) > 1 else []
+        return b"".join(found + [each.tobytes() for each in self.axes.values() if not isinstance(each, range)])
+
+    def positions(self, indices: NDArray[np.int64]) -> dict[Any, NDArray[np.int64]]:
+        """Return the positions of samples along each axis."""
+        shards = np.searchsorted(self.starts, indices, side="right") - 1
+        rest, found = (indices - self.starts[shards]) // self._repeats, dict[Any, Any]()
+        blocks = zip(self.axes.items(), self._bounds, np.unravel_index(shards, self._sizes), strict=True)
+        for (axis, positions), bounds, at in reversed(list(blocks)):
+            rest, within = np.divmod(rest, bounds[at + 1] - bounds[at])
+            within += bounds[at]
+            is_range = isinstance(positions, range)
+            found[axis] = positions.start + within * positions.step if is_range else positions[within]
+        return found
+
+    def index(self, numbers: Sequence[int]) -> int:
+        """Return the first sample at a position, of which there is for each axis the number."""
+        blocks, within = [], 0
+        for bounds, number in zip(self._bounds, numbers, strict=True):
+            blocks.append(int(np.searchsorted(bounds, number, side="right")) - 1)
+            within = within * int(bounds[blocks[-1] + 1] - bounds[blocks[-1]]) + number - int(bounds[blocks[-1]])
+        return int(self.starts[np.ravel_multi_index(blocks, self._sizes)]) + within * self._repeats
+
+
+class Layout:
+    """The samples of several grids, one behind the other.
+
+    Args:
+        grids: The grids; they have the same axes.
+
+    Attributes:
+        starts: The first sample of each shard, and the number of samples.
+    """
+
+    def __init__(self, grids: Sequence[Grid]) -> None:
+        self.grids = grids
+        self.firsts: NDArray[np.int64] = np.cumsum([0, *(grid.starts[-1] for grid in grids)])
+        starts = [grid.starts[:-1] + first for grid, first in zip(grids, self.firsts, strict=False)]
+        self.starts: NDArray[np.int64] = np.concatenate([*starts, self.firsts[-1:]])
+
+    def positions(self, indices: NDArray[np.int64]) -> tuple[dict[Any, NDArray[np.int64]], NDArray[np.int64]]:
+        """Return the positions of samples along each axis, and the numbers of their grids."""
+        numbers = np.searchsorted(self.firsts, indices, side="right") - 1
+        found = {axis: np.empty_like(indices) for axis in self.grids[0].axes}
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            for axis, positions in self.grids[number].positions(indices[here] - self.firsts[number]).items():
+                found[axis][here] = positions
+        return found, numbers
