@@ -347,7 +347,7 @@ class Arrays(GroupedSource):
         """Return the coordinate of an axis of samples, which is read once; ``None`` if no field has one."""
         if axis not in self._coordinates and axis == IMAGE and self._images:
             names = [part.label or part.name for part in self._joined.parts]
-            self._coordinates[axis] = np.array(names) if len({*names}) == len(names) else None
+            self._coordinates[axis] = np.array(names, object) if len({*names}) == len(names) else None
         elif axis not in self._coordinates:
             found = next(filter(None, (self._opener.coordinate(*home) for home in self._homes[axis])), None)
             self._coordinates[axis] = found and np.concatenate(found)

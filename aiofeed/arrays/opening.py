@@ -142,9 +142,11 @@ class Opener:
             return opened_one
 
         with progress:
-            return await run_all(map(open_one, found))
+            parts = await run_all(map(open_one, found))
+        return [part for each in parts for part in (each if isinstance(each, tuple) else (each,))]
 
     async def _open(self, field: str, given: Any) -> Any:
+        """Return an array, a matrix, a list of texts, or a tuple of the images of a plate or a well."""
         if not _is_path(given):
             return await self._adopt(field, given)
         nodes = await self._nodes(os.fspath(given))
@@ -176,7 +178,10 @@ class Opener:
             if self.categories.setdefault(field, names) != names:
                 raise ValueError(f"{given} has other categories than other parts of {field!r}")
             return await child("codes")
-        if "multiscales" in (image := node.get("ome", node)):
+        image = node.get("ome", node)
+        if kind := {"plate", "well"} & image.keys():
+            return await self._images(given, image, child, *kind)
+        if "multiscales" in image:
             try:
                 scales = image["multiscales"][0]
                 path, dims = scales["datasets"][self._scale]["path"], tuple(axis["name"] for axis in scales["axes"])
@@ -188,6 +193,21 @@ class Opener:
         inside = sorted(name for name in nodes if name and not name.startswith((".", "zarr.json")))
         hint = "write X.tocsr()" if kind == "csc_matrix" else f"name an array in it; there are {inside}"
         raise ValueError(f"{given} is {f'a {kind}' if kind else 'a group'}: {hint}")
+
+    async def _images(self, given: Any, attributes: Any, child: Any, kind: str) -> tuple[Any, ...]:
+        """Return the images of a plate or a well, in the order of its metadata."""
+        try:
+            paths = [each["path"].strip("/") for each in attributes[kind]["wells" if kind == "plate" else "images"]]
+        except (AttributeError, KeyError, TypeError):
+            paths = []
+        if not paths:
+            raise ValueError(f"{given} is a {kind} without images, or with damaged metadata: {attributes[kind]!r}")
+        found = list[Any]()
+        for path, inner in zip(paths, await run_all(map(child, paths)), strict=True):
+            for part in inner if kind == "plate" else [inner]:
+                part.label = f"{path}/{part.label}".rstrip("/")
+                found.append(part)
+        return tuple(found)
 
     async def _nodes(self, path: str) -> dict[str, Any]:
         """Return the array at a path, under the name ""; or the attributes of the group there, and what is in it."""
