@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
@@ -18,7 +18,7 @@ import numpy as np
 
 from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Needs, Scaling, equal_steps, places_of
 from aiofeed.arrays.fields import MAPPED, DenseField, Field, ReadChunk, Selection, SparseField, Starts
-from aiofeed.arrays.layout import Grid, Layout, merged
+from aiofeed.arrays.layout import Layout, shards_of
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.arrays.statistics import statistics_of_values
 from aiofeed.common.grouped_source import GroupedSource
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 SAMPLE_BYTES = 4 << 10
 FARTHEST = 1 << 40  # offset of a window
 IMAGE = "image"  # the axis of arrays that are samples
+_JOINED = "the joined axis, by array"
 # Chunks are read at the same time up to so many bytes, and so many chunks.
 READ_BYTES = 32 << 20
 READS = 128
@@ -138,20 +139,19 @@ class Arrays(GroupedSource):
         axes: list[Any] = [sample] if isinstance(sample, str | int) else list(sample) or [IMAGE]
         # By axis: all offsets; the size of a tile; the length. And the names of axes, for messages.
         self._windows = {axis: [0] for axis in axes}
-        self._tiles, self._lengths, self._names = dict(tile or {}), dict[Any, int](), set[str]()
-        if not axes or len({*axes, *self._tiles}) < len(axes) + len(self._tiles):
+        self._tiles, self._lengths, self._names = dict(tile or {}), dict[Any, Any](), set[str]()
+        if len({*axes, *self._tiles}) < len(axes) + len(self._tiles):
             raise ValueError(f"Arrays: sample={sample!r} and tile={tile!r} must name one axis, and none twice")
         if wrong := [size for size in self._tiles.values() if not isinstance(size, Integral) or size < 1]:
             raise ValueError(f"Arrays(tile=): a size must be 1 or more, got {wrong[0]!r}")
-        if not isinstance(samples_per_position, Integral) or samples_per_position < 1:
-            raise ValueError(f"Arrays(samples_per_position=) must be 1 or more, got {samples_per_position!r}")
-        if samples_per_position > 1 and stride != "random":
-            raise ValueError(f'Arrays(samples_per_position={samples_per_position}) needs stride="random", and tile=')
+        repeats = samples_per_position
+        if not isinstance(repeats, Integral) or repeats < 1 or (repeats > 1 and stride != "random"):
+            raise ValueError(f'Arrays(samples_per_position={repeats!r}) is 1, or more with stride="random"')
         if not isinstance(stride, Mapping | str | None):
             raise TypeError(f'Arrays(stride=) is a dict of ints or "random", got {stride!r}')
         if stride and (not tile or (isinstance(stride, Mapping) and not stride.keys() <= self._tiles.keys())):
             raise ValueError(f"Arrays(stride={stride!r}) needs a size for each of its axes in tile=")
-        is_images = axes == [IMAGE] != [sample]
+        is_images = not isinstance(sample, str | int) and not len(sample)
         if within is not None and (within not in axes or pad is not None or is_images):
             raise ValueError(f"Arrays(within={within!r}) is one of sample={sample!r}, and not for pad=")
         self._within, self._asked = within, select or {}
@@ -161,7 +161,7 @@ class Arrays(GroupedSource):
         self._fields: dict[str, Field] = {}
         opened = {name: opener.open(name, given, axes[0]) for name, given in arrays.items()}
         opener.sort(opened, arrays, axes[0])
-        self._images = max(map(len, opened.values())) * is_images
+        self._images: int = max(map(len, opened.values())) * is_images
         if self._images == 1 and not tile:
             raise ValueError("Arrays(sample=()) needs several arrays in a field, each of which is a sample, or tile=")
         for name, parts in opened.items():
@@ -178,14 +178,14 @@ class Arrays(GroupedSource):
         self._numbers = np.cumsum([0, *counts])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         self._selection += repr((self._chosen, within)) if select or within is not None else ""
-        self._selection += repr(samples_per_position) if samples_per_position > 1 else ""
+        self._selection += repr(repeats) if repeats > 1 else ""
         found = {axis for _, axis in self._chosen}
         for key, given in (select or {}).items():
             if key not in found and not (isinstance(given, Mapping) and key in arrays and given.keys() <= found):
                 raise ValueError(f"Arrays(select=): no field or axis is {key!r}: {given!r}, only {sorted(self._names)}")
         # To write a sample takes as long as to copy so many bytes.
         self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), SAMPLE_BYTES)
-        self._lay_out(stride, pad, int(samples_per_position))
+        self._lay_out(stride, pad, int(repeats))
         chunk_bytes = max(part.chunk_bytes for source in self._sources for part in source.parts)
         self.shards_at_once: int = max(1, min(READS, READ_BYTES // max(chunk_bytes, 1)))
         self.shards_per_read: int = max(1, min(TOGETHER, TOGETHER_BYTES // max(chunk_bytes, 1)))
@@ -207,8 +207,7 @@ class Arrays(GroupedSource):
         self._names.update(dims or ())
         stacked = len(parts) == self._images
         names = [*[IMAGE] * stacked, *(dims or [None] * len(parts[0].shape))]
-        if self._images and not stacked:
-            names[:1] = [IMAGE]
+        names[:1] = [IMAGE] if self._images else names[:1]
         for axis in (*self._windows, *self._tiles):
             if not isinstance(axis, int) and dims is None and axis not in names:
                 raise ValueError(f"{first} has no names of axes: give numbers in place of {axis!r}")
@@ -222,18 +221,18 @@ class Arrays(GroupedSource):
             raise ValueError(f"{first} has no values: its shape is {list(joined.shape)}")
         for number, size in enumerate(joined.shape):
             axis, sizes = named.get(number), joined.sizes(number)
-            own: Any = IMAGE if self._images and names[number] == IMAGE else number - stacked
-            home = (parts if number == along else parts[:1]), own
-            chosen = self._choose(name, *home, size)
-            if axis is not None:
-                self._measure(name, axis, sizes[0] if len({*sizes}) == 1 else sizes)
-                if len({*sizes}) > 1:
-                    self._measure(name, "the joined axis", joined.lengths)
+            home = (parts if number == along else parts[:1]), number - stacked
+            chosen = self._choose(name, *home, size) if number >= stacked else None
+            if len({*sizes}) > 1:
+                self._measure(name, axis, sizes)
+                self._measure(name, _JOINED, joined.lengths)
+            elif axis is not None:
+                self._measure(name, axis, size)
                 self._homes.setdefault(axis, []).append(home)
-                is_slice = pad is None and getattr(chosen, "step", 0) == 1 and len({*sizes}) == 1
+            if axis is not None:
+                is_slice = pad is None and getattr(chosen, "step", 0) == 1 and axis in self._homes
                 if chosen is not None and not (is_slice and self._ranges.setdefault(axis, chosen) == chosen):
-                    what = f"Arrays(select=): along {axis!r} all fields have one slice"
-                    raise ValueError(f"{what} of one size, and no pad=")
+                    raise ValueError(f"Arrays(select=): along {axis!r} all fields have one slice, and no pad=")
             if axis in self._windows:
                 selections.append(self._select(name, axis, offsets))
             elif axis is None and chosen is not None:
@@ -242,7 +241,7 @@ class Arrays(GroupedSource):
                 selections.append(Selection(axis, range(size if axis is None else self._tiles[axis])))
         return DenseField(joined, selections, pad)
 
-    def _measure(self, name: str, axis: Any, size: int) -> None:
+    def _measure(self, name: str, axis: Any, size: Any) -> None:
         if self._lengths.setdefault(axis, size) != size:
             raise ValueError(f"Arrays: along {axis!r} {name!r} has {size} positions, others {self._lengths[axis]}")
 
@@ -250,8 +249,7 @@ class Arrays(GroupedSource):
         """Return the places of an axis that ``select=`` has, if any."""
         own = self._asked.get(name)
         asked = {**self._asked, **(own if isinstance(own, Mapping) else {})}
-        names = (number,) if number == IMAGE or not parts[0].dims else (number, parts[0].dims[number])
-        for axis in filter(asked.__contains__, names):
+        for axis in filter(asked.__contains__, (number, (parts[0].dims or {number: number})[number])):
             found = self._opener.coordinate(parts, axis) if isinstance(axis, str) else None
             values, what = found and np.concatenate(found), f"Arrays(select=): {parts[0].name} along {axis!r}"
             self._chosen[name, axis] = places_of(values, size, asked[axis], what)
@@ -274,74 +272,73 @@ class Arrays(GroupedSource):
         return Selection(axis, self._windows[axis][-len(offsets) :], kept)
 
     def _lay_out(self, stride: Any, pad: float | None, repeats: int) -> None:
-        """Number the samples; of parts of different sizes, those of each one apart."""
-        sizes = self._lengths.get("the joined axis")
-        self._borders = np.cumsum([0, *(sizes or ())]).tolist()
-        parts = [None] if sizes is None else range(len(sizes))
-        found = [(part, self._grid_of(part, stride, pad, repeats)) for part in parts]
-        # Keys name the array of a sample where samples have numbers by array.
+        """Number the samples; of arrays of different sizes, those of each one apart."""
         joined = [field.sources[0] for field in self._fields.values()]
-        self._joined = max(joined, key=lambda each: len(each.parts))
-        self._names_parts = sizes is not None or self._images or any(part.label for part in self._joined.parts)
-        self._numbers_of_parts = [part for part, grid in found if grid]
-        if not self._numbers_of_parts:
-            raise ValueError(f"Arrays: all arrays are smaller than a sample, with tile={self._tiles}")
-        self._layout = Layout([grid for _, grid in found if grid])
+        self._joined: Joined = max(joined, key=lambda each: len(each.parts))
+        sizes = self._lengths.get(_JOINED, ())
+        # Keys name the array of a sample where it has a name, or samples have numbers by array.
+        self._names_parts: bool = bool(sizes or self._images or any(part.label for part in self._joined.parts))
+        if sizes and pad is not None and len(set(next(iter(self._windows.values())))) > 1:
+            raise ValueError("Arrays(pad=): of arrays of different sizes, windows do not reach beyond one")
+        borders, grids = np.cumsum([0, *(sizes or [MOST_CHUNKS])]).tolist(), list[Any]()
+        for part in range(len(borders) - 1):
+            try:
+                grids.append(self._grid_of(part, range(*borders[part : part + 2]), stride, pad, repeats))
+            except ValueError:  # an array that is too small has no samples
+                if not grids and part + 2 == len(borders):
+                    raise
+        axes, bounds, random = map(list, zip(*grids, strict=True))
+        self._layout = Layout(axes, bounds, repeats)
         self.shard_starts: NDArray[np.int64] = self._layout.starts
-        # By axis and grid, the first place of a random tile, and how many there are.
-        self._random = dict[Any, Any]()
-        for axis, size in self._tiles.items() if stride == "random" else ():
-            ranges = [self._range_of(axis, part) for part in self._numbers_of_parts]
-            self._random[axis] = [(each.start, max(len(each) - size, 0) + 1) for each in ranges]
+        self._random: list[dict[Any, tuple[int, int]]] = random
 
-    def _range_of(self, axis: Any, part: int | None) -> range:
-        """Return the positions along an axis that a part has; ``None``: all of them."""
-        length = self._lengths.get(axis)
-        if length is None:
-            raise ValueError(f"Arrays: no array has the axis {axis!r}; there are {sorted(self._names)}")
-        if isinstance(length, tuple):
-            return range(length[part or 0])
-        found = self._ranges.get(axis, range(length))
-        if part is None or axis != next(iter(self._windows)):
-            return found
-        return range(max(found.start, self._borders[part]), min(found.stop, self._borders[part + 1]))
+    def _grid_of(self, part: int, inside: range, stride: Any, pad: float | None, repeats: int) -> Any:
+        """Return the positions along each axis, the bounds of shards in these, and what random tiles are drawn of.
 
-    def _grid_of(self, part: int | None, stride: Any, pad: float | None, repeats: int) -> Grid | None:
-        """Return the samples of a part, ``None`` if it is too small; those of all parts, if it is ``None``."""
-        fields: Any = [each for each in self._fields.values() if part is None or len(each.sources[0].parts) > 1]
+        Args:
+            part: The number of an array, if they differ in size; otherwise 0.
+            inside: Its place along the first axis of samples.
+            stride: As given.
+            pad: As given.
+            repeats: The samples at each position.
+        """
+        is_ragged = _JOINED in self._lengths
+        fields: Any = [each for each in self._fields.values() if not is_ragged or len(each.sources[0].parts) > 1]
         fields.sort(key=lambda field: field.nbytes, reverse=True)
-        along, bounds = dict[Any, Any](), []  # in positions, of the shards along each axis
+        along, bounds, random = dict[Any, Any](), list[Any](), dict[Any, tuple[int, int]]()
         for axis in (*self._windows, *self._tiles):
-            places = self._range_of(axis, part)
+            if axis not in self._lengths:
+                raise ValueError(f"Arrays: no array has the axis {axis!r}; there are {sorted(self._names)}")
+            length = self._lengths[axis]
+            places = self._ranges.get(axis, range(length[part] if isinstance(length, tuple) else length))
+            if not along:
+                places = range(max(places.start, inside.start), min(places.stop, inside.stop))
             length, size, first, step = len(places), self._tiles.get(axis, 1), places.start, 1
             if axis in self._tiles:
                 step = self._tiles[axis] if not isinstance(stride, Mapping) else stride.get(axis, size)
                 if not isinstance(step, Integral) or step < 1:
                     raise ValueError(f"Arrays(stride=) must be 1 or more along {axis!r}, got {step!r}")
-                size = size if pad is None else 0
+                if stride == "random":  # the first place, and how many there are
+                    random[axis], size = (first, max(length - size, 0) + 1), size if pad is None else 0
             elif pad is None:
                 first, size = first - min(self._windows[axis]), max(self._windows[axis]) - min(self._windows[axis]) + 1
-            is_random = stride == "random" and axis in self._tiles
-            count = -(-length // step) if pad is not None and not is_random else (length - size) // step + 1
-            if count < 1 or not length:
-                if part is not None:
-                    return None
+            count = -(-length // step) if pad is not None else (length - size) // step + 1
+            if count < 1:
                 raise ValueError(f"Arrays: along {axis!r} there are {length} positions, and a sample needs {size}")
-            if is_random:
-                continue
-            cuts = next(found for field in fields if (found := field.cuts(axis, part)) is not None)
-            positions: Any = range(first, first + count * step, step)
-            before = -(-(cuts[:-1] - first) // step)
-            if axis == self._within:
-                positions = self._unbroken(axis, np.array(positions))
-                before, count = np.searchsorted(positions, cuts[:-1]), len(positions)
-            along[axis] = positions
-            ascending = np.r_[0, before.clip(0, count - 1), count]
-            bounds.append(ascending[np.diff(ascending, prepend=-1) > 0])  # numpy.unique takes seconds
-        if math.prod(map(len, along.values())) > MOST_CHUNKS:
-            raise ValueError(f"{fields[0].name} claims {math.prod(map(len, along.values()))} samples: it is damaged")
+            if axis not in random:
+                cuts = next(at for each in fields if (at := each.cuts(axis, part if is_ragged else None)) is not None)
+                positions: Any = range(first, first + count * step, step)
+                before = -(-(cuts[:-1] - first) // step)
+                if axis == self._within:
+                    positions = self._unbroken(axis, np.array(positions))
+                    before, count = np.searchsorted(positions, cuts[:-1]), len(positions)
+                along[axis] = positions
+                ascending = np.r_[0, before.clip(0, count - 1), count]
+                bounds.append(ascending[np.diff(ascending, prepend=-1) > 0])  # numpy.unique takes seconds
+        if (claimed := math.prod(map(len, along.values()))) > MOST_CHUNKS:
+            raise ValueError(f"{fields[0].name} claims {claimed} samples: it is damaged")
         wide = len(set(next(iter(self._windows.values())))) > 1 or isinstance(fields[0], SparseField)
-        return Grid(along, merged(bounds, self.gathered_bytes * repeats, wide=wide), repeats)
+        return along, shards_of(bounds, self.gathered_bytes * repeats, wide=wide), random
 
     def _coordinate(self, axis: Any) -> Any:
         """Return the coordinate of an axis of samples, which is read once; ``None`` if no field has one."""
@@ -349,7 +346,7 @@ class Arrays(GroupedSource):
             names = [part.label or part.name for part in self._joined.parts]
             self._coordinates[axis] = np.array(names, object) if len({*names}) == len(names) else None
         elif axis not in self._coordinates:
-            found = next(filter(None, (self._opener.coordinate(*home) for home in self._homes[axis])), None)
+            found = next(filter(None, (self._opener.coordinate(*home) for home in self._homes.get(axis, ()))), None)
             self._coordinates[axis] = found and np.concatenate(found)
         return self._coordinates[axis]
 
@@ -370,15 +367,16 @@ class Arrays(GroupedSource):
         """Return where samples begin, which the plan has at some places."""
         found, grids = self._layout.positions(indices)
         starts = {**found, None: 0 * indices}
-        if self._random:
+        if self._random[0]:
             if plan is None:
                 raise ValueError("random tiles are others in each epoch: no cache can keep them")
             positions = plan.positions if places is None else [plan.positions[place] for place in places]
             seeds = [sample_seed(plan.epoch_seed, position) for position in positions]
-            for number, (axis, ranges) in enumerate(self._random.items()):
-                drawn = zip(seeds, map(ranges.__getitem__, grids.tolist()), strict=True)
-                found = [first + ((mix64(seed + number) * count) >> 64) for seed, (first, count) in drawn]
-                starts[axis] = np.array(found, np.int64)
+            drawn = [self._random[grid] for grid in grids.tolist()]
+            for number, axis in enumerate(self._random[0]):
+                each = zip(seeds, (ranges[axis] for ranges in drawn), strict=True)
+                firsts = [first + ((mix64(seed + number) * count) >> 64) for seed, (first, count) in each]
+                starts[axis] = np.array(firsts, np.int64)
         return starts
 
     # --- what a feeder asks
@@ -424,30 +422,26 @@ class Arrays(GroupedSource):
             TypeError: There is not one value for each axis.
             ValueError: There is no such value, or no sample that is whole is there.
         """
-        axes = [*self._layout.grids[0].axes]
+        grid, numbers, axes = 0, list[int](), [*self._layout.axes[0]]
         given = {**dict(zip(axes, values, strict=False)), **by_axis}
         if len(values) + len(by_axis) != len(axes) or given.keys() != {*axes}:
             raise TypeError(f"at() takes one value for each of {axes}, got {values} and {by_axis}")
-        at, numbers, part = 0, list[int](), self._numbers_of_parts[0]
         for axis in axes:
-            lengths = self._lengths[axis]
-            values = None if axis == IMAGE and isinstance(given[axis], Integral) else self._coordinate(axis)
-            size = lengths[part] if isinstance(lengths, tuple) else lengths
-            place = places_of(values if size == lengths else None, size, given[axis], f"at(): {axis!r}")
-            if part is not None and not numbers:
-                part = bisect_right(self._borders, place) - 1
-                at = bisect_left(self._numbers_of_parts, part)
-            positions = self._layout.grids[at].axes[axis] if part in self._numbers_of_parts else ()
+            is_number = axis == IMAGE and isinstance(given[axis], Integral)
+            values = None if is_number else self._coordinate(axis)
+            place = places_of(values, np.max(self._lengths[axis]), given[axis], f"at(): {axis!r}")
+            if not numbers:
+                grid = max(bisect_right([each[axis][0] for each in self._layout.axes], place) - 1, 0)
+            positions = self._layout.axes[grid][axis]
             numbers.append(bisect_right(positions, place) - 1)
             if numbers[-1] < 0 or place - positions[numbers[-1]] >= self._tiles.get(axis, 1):
                 raise ValueError(f"at(): no sample is at {given[axis]!r} along {axis!r}: it would not be whole")
-        return int(self._layout.firsts[at]) + self._layout.grids[at].index(numbers)
+        return self._layout.index(grid, numbers)
 
     def fingerprint(self) -> str:
         """Names, shapes and dtypes of the arrays, and what a sample has of them."""
         digest = hashlib.sha256(self._selection.encode())
-        for grid in self._layout.grids:
-            digest.update(grid.digest())
+        digest.update(self._layout.fingerprint())
         for part in self._parts():
             digest.update(f"\n{os.path.basename(part.name)} {part.shape} {part.dtype}".encode())
         return digest.hexdigest()[:32]

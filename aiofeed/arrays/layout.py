@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ LEAST_CHUNKS = 8
 SHARD_BYTES = 8 << 20
 
 
-def merged(bounds: list[NDArray[np.int64]], sample_bytes: int, *, wide: bool) -> list[NDArray[np.int64]]:
+def shards_of(bounds: list[NDArray[np.int64]], sample_bytes: int, *, wide: bool) -> list[NDArray[np.int64]]:
     """Return where shards begin along each axis, of blocks of chunks that begin at ``bounds``.
 
     Args:
@@ -47,73 +47,53 @@ def merged(bounds: list[NDArray[np.int64]], sample_bytes: int, *, wide: bool) ->
     return found
 
 
-class Grid:
-    """The samples at all combinations of positions along some axes.
+class Layout:
+    """The samples of several grids, one behind the other: those at all combinations of positions along some axes.
 
     Args:
-        axes: By axis, its positions: a range or an array.
-        bounds: By axis, the numbers of the positions at which shards begin, and that of positions.
+        axes: For each grid, its positions by axis: ranges or arrays.
+        bounds: For each grid and axis, the numbers of the positions at which shards begin, and that of positions.
         repeats: The samples at each position.
 
     Attributes:
         starts: The first sample of each shard, and the number of samples.
     """
 
-    def __init__(self, axes: Mapping[Any, Any], bounds: Sequence[NDArray[np.int64]], repeats: int) -> None:
-        self.axes = axes
-        self._bounds, self._repeats = bounds, repeats
-        self._sizes = [len(along) - 1 for along in bounds]
-        lengths = functools.reduce(np.multiply.outer, map(np.diff, bounds)).reshape(-1)
-        self.starts: NDArray[np.int64] = np.append(0, np.cumsum(lengths * repeats))
+    def __init__(self, axes: list[dict[Any, Any]], bounds: list[list[NDArray[np.int64]]], repeats: int) -> None:
+        self.axes, self._bounds, self._repeats = axes, bounds, repeats
+        lengths = [functools.reduce(np.multiply.outer, map(np.diff, each)).reshape(-1) for each in bounds]
+        self.starts: NDArray[np.int64] = np.append(0, np.cumsum(np.concatenate(lengths) * repeats))
+        self._first_shards = np.cumsum([0, *map(len, lengths)])
 
-    def digest(self) -> bytes:
-        """Return what the number of a sample depends on, apart from the lengths of axes."""
-        found = [along.tobytes() for along in self._bounds] if len(self.axes) > 1 else []
-        return b"".join(found + [each.tobytes() for each in self.axes.values() if not isinstance(each, range)])
-
-    def positions(self, indices: NDArray[np.int64]) -> dict[Any, NDArray[np.int64]]:
-        """Return the positions of samples along each axis."""
-        shards = np.searchsorted(self.starts, indices, side="right") - 1
-        rest, found = (indices - self.starts[shards]) // self._repeats, dict[Any, Any]()
-        blocks = zip(self.axes.items(), self._bounds, np.unravel_index(shards, self._sizes), strict=True)
-        for (axis, positions), bounds, at in reversed(list(blocks)):
-            rest, within = np.divmod(rest, bounds[at + 1] - bounds[at])
-            within += bounds[at]
-            is_range = isinstance(positions, range)
-            found[axis] = positions.start + within * positions.step if is_range else positions[within]
-        return found
-
-    def index(self, numbers: Sequence[int]) -> int:
-        """Return the first sample at a position, of which there is for each axis the number."""
-        blocks, within = [], 0
-        for bounds, number in zip(self._bounds, numbers, strict=True):
-            blocks.append(int(np.searchsorted(bounds, number, side="right")) - 1)
-            within = within * int(bounds[blocks[-1] + 1] - bounds[blocks[-1]]) + number - int(bounds[blocks[-1]])
-        return int(self.starts[np.ravel_multi_index(blocks, self._sizes)]) + within * self._repeats
-
-
-class Layout:
-    """The samples of several grids, one behind the other.
-
-    Args:
-        grids: The grids; they have the same axes.
-
-    Attributes:
-        starts: The first sample of each shard, and the number of samples.
-    """
-
-    def __init__(self, grids: Sequence[Grid]) -> None:
-        self.grids = grids
-        self.firsts: NDArray[np.int64] = np.cumsum([0, *(grid.starts[-1] for grid in grids)])
-        starts = [grid.starts[:-1] + first for grid, first in zip(grids, self.firsts, strict=False)]
-        self.starts: NDArray[np.int64] = np.concatenate([*starts, self.firsts[-1:]])
+    def fingerprint(self) -> bytes:
+        """Return what the number of a sample depends on, beside the lengths of axes."""
+        found = [along for each in self._bounds for along in each if len(each) > 1]
+        found += [at for each in self.axes for at in each.values() if not isinstance(at, range)]
+        return b"".join(each.tobytes() for each in found)
 
     def positions(self, indices: NDArray[np.int64]) -> tuple[dict[Any, NDArray[np.int64]], NDArray[np.int64]]:
         """Return the positions of samples along each axis, and the numbers of their grids."""
-        numbers = np.searchsorted(self.firsts, indices, side="right") - 1
-        found = {axis: np.empty_like(indices) for axis in self.grids[0].axes}
-        for number in np.unique(numbers).tolist():
-            here = numbers == number
-            for axis, positions in self.grids[number].positions(indices[here] - self.firsts[number]).items():
-                found[axis][here] = positions
-        return found, numbers
+        shards = np.searchsorted(self.starts, indices, side="right") - 1
+        grids = np.searchsorted(self._first_shards, shards, side="right") - 1
+        found = {axis: np.empty_like(indices) for axis in self.axes[0]}
+        for grid in np.unique(grids).tolist():
+            here = grids == grid
+            rest = (indices[here] - self.starts[shards[here]]) // self._repeats
+            sizes = [len(bounds) - 1 for bounds in self._bounds[grid]]
+            blocks = np.unravel_index(shards[here] - self._first_shards[grid], sizes)
+            axes = zip(self.axes[grid].items(), self._bounds[grid], blocks, strict=True)
+            for (axis, positions), bounds, at in reversed(list(axes)):
+                rest, within = np.divmod(rest, bounds[at + 1] - bounds[at])
+                within += bounds[at]
+                is_range = isinstance(positions, range)
+                found[axis][here] = positions.start + within * positions.step if is_range else positions[within]
+        return found, grids
+
+    def index(self, grid: int, numbers: Sequence[int]) -> int:
+        """Return the first sample of a grid at a position, of which there is for each axis the number."""
+        blocks, within = [], 0
+        for bounds, number in zip(self._bounds[grid], numbers, strict=True):
+            blocks.append(int(np.searchsorted(bounds, number, side="right")) - 1)
+            within = within * int(bounds[blocks[-1] + 1] - bounds[blocks[-1]]) + number - int(bounds[blocks[-1]])
+        shard = np.ravel_multi_index(blocks, [len(bounds) - 1 for bounds in self._bounds[grid]])
+        return int(self.starts[self._first_shards[grid] + shard]) + within * self._repeats
