@@ -145,7 +145,7 @@ class Arrays(GroupedSource):
         if wrong := [size for size in self._tiles.values() if not isinstance(size, Integral) or size < 1]:
             raise ValueError(f"Arrays(tile=): a size must be 1 or more, got {wrong[0]!r}")
         repeats = samples_per_position
-        if not isinstance(repeats, Integral) or repeats < 1 or (repeats > 1 and stride != "random"):
+        if int(repeats) != repeats or not 1 <= repeats <= (FARTHEST if stride == "random" else 1):
             raise ValueError(f'Arrays(samples_per_position={repeats!r}) is 1, or more with stride="random"')
         if not isinstance(stride, Mapping | str | None):
             raise TypeError(f'Arrays(stride=) is a dict of ints or "random", got {stride!r}')
@@ -209,9 +209,10 @@ class Arrays(GroupedSource):
         names = [*[IMAGE] * stacked, *(dims or [None] * len(parts[0].shape))]
         names[:1] = [IMAGE] if self._images else names[:1]
         for axis in (*self._windows, *self._tiles):
-            if not isinstance(axis, int) and dims is None and axis not in names:
+            if not isinstance(axis, int) and dims is None and stacked == bool(self._images) and axis not in names:
                 raise ValueError(f"{first} has no names of axes: give numbers in place of {axis!r}")
-            number = axis + stacked if isinstance(axis, int) else names.index(axis) if axis in names else -1
+            is_number = isinstance(axis, int)
+            number = axis + bool(self._images) if is_number else names.index(axis) if axis in names else -1
             if 0 <= number < len(names):
                 named[number] = axis
         along = next((number for number, axis in named.items() if axis in self._windows), 0)
@@ -428,8 +429,8 @@ class Arrays(GroupedSource):
             raise TypeError(f"at() takes one value for each of {axes}, got {values} and {by_axis}")
         for axis in axes:
             is_number = axis == IMAGE and isinstance(given[axis], Integral)
-            values = None if is_number else self._coordinate(axis)
-            place = places_of(values, np.max(self._lengths[axis]), given[axis], f"at(): {axis!r}")
+            known = None if is_number else self._coordinate(axis)
+            place = places_of(known, np.max(self._lengths[axis]), given[axis], f"at(): {axis!r}")
             if not numbers:
                 grid = max(bisect_right([each[axis][0] for each in self._layout.axes], place) - 1, 0)
             positions = self._layout.axes[grid][axis]

@@ -13,14 +13,13 @@ if TYPE_CHECKING:
     import torch
 
     from aiofeed.arrays.fields import Field
-    from aiofeed.kernel.sources.subset import IndexedSource
 
 # So many samples are read together.
 BATCH = 16
 
 
 def statistics_of_values(
-    source: IndexedSource, fields: dict[str, Field], samples: int = 1000, seed: int = 0, by: Any = ()
+    source: Any, fields: dict[str, Field], samples: int = 1000, seed: int = 0, by: Any = ()
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return the statistics of the fields of ``Arrays`` or a part of one, as ``Arrays.statistics`` describes them."""
     import torch
@@ -38,7 +37,7 @@ def statistics_of_values(
         name: [0, *(at for at, names in enumerate(each, 1) if not {*names} & {*axes})] for name, each in known.items()
     }
     chosen = np.random.default_rng(seed).choice(len(source), min(samples, len(source)), replace=False)
-    found: dict[str, Any] = {}
+    found: dict[str, list[torch.Tensor]] = {}
     progress = LoadProgress(
         "statistics", "samples", len(chosen), lambda n: f"statistics of {n} of {len(chosen)} samples"
     )

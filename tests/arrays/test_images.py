@@ -156,7 +156,10 @@ def test_positions_keys_and_places(tmp_path: Path) -> None:
     """Name the image; the image is found by its name or number."""
     values = images([(5, 6), (7, 9), (4, 4)])
     paths = stored(tmp_path, values, "zarr", 3)
-    source = aiofeed.Arrays({"x": paths}, sample=(), tile={0: 3, 1: 3})
+    source = aiofeed.Arrays({"x": paths, "y": np.arange(3)}, sample=(), tile={0: 3, 1: 3})
+    with aiofeed.Feeder(source, batch_size=9) as feeder:
+        [batch] = feeder
+    assert batch["y"].tolist() == [0, 0, *[1] * 6, 2]
     for image, value in enumerate(values):
         index = source.at(image, value.shape[0] - 3, 0)
         assert index == source.at(paths[image], value.shape[0] - 3, 0)

@@ -317,6 +317,15 @@ def _zarr(folder: Path, _: Any) -> aiofeed.Arrays:
     return aiofeed.Arrays({"x": f"{folder}/rows.zarr"})
 
 
+def _images(folder: Path, _: Any) -> aiofeed.Arrays:
+    import zarr
+
+    # Rows as tiles of images of other widths, which have one tile each.
+    for at, part in enumerate(np.split(X, [2, 7])):
+        zarr.create_array(folder / f"{at}.zarr", data=np.pad(part, [(0, 0), (0, at)]), chunks=(3, WIDTH))
+    return aiofeed.Arrays({"x": f"{folder}/*.zarr"}, tile={1: WIDTH})
+
+
 @functools.cache
 def _videos() -> list[bytes]:
     return [video(2 + 2 * number, preset="ultrafast") for number in range(N)]
@@ -431,6 +440,7 @@ EVERY_SOURCE: dict[str, EverySource] = {
     "Arrays of HDF5": S(_hdf5, "rows, Arrays, shards", None, _as_dicts, ("h5py",)),
     "Arrays of NetCDF": S(_netcdf, "rows, Arrays, shards", None, _as_dicts, ("h5netcdf",)),
     "Arrays of Zarr": S(_zarr, "rows, Arrays, shards", None, _as_dicts, ("zarr",)),
+    "Arrays of images": S(_images, "rows, Arrays, shards", None, _as_dicts, ("zarr",)),
     "Clips": S(_clips, "Clips, decoded samples", None, _clip_samples, ("av",)),
     "Episodes": S(
         lambda *_: aiofeed.Episodes(LEROBOT, {"action": [0.0]}, episodes=[0], features=["action", "observation.state"]),
