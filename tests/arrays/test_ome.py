@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,69 @@ def test_damaged_metadata(known: Any, tmp_path: Path) -> None:
     path = image(tmp_path / "plate.zarr", "0.5", **known)
     with pytest.raises(ValueError, match=r"plate\.zarr has no scale 0, only"):
         aiofeed.Arrays({"x": path}, sample="t")
+
+
+def plate(path: Path, version: str, wells: Any = ("B/3", "A/1", "A/12"), fields: Any = ("0", "f_1")) -> list[Any]:
+    """Write a plate as https://ngff.openmicroscopy.org/0.5/#plate-md describes it; images differ in height."""
+    found = []
+
+    def group(path: Path, **known: Any) -> None:
+        attributes = {"ome": {"version": "0.5", **known}} if version == "0.5" else known
+        zarr.create_group(path, zarr_format=3 if version == "0.5" else 2, attributes=attributes)
+
+    group(path, plate={"wells": [{"path": well, "rowIndex": 0, "columnIndex": 0} for well in wells]})
+    for well in wells:
+        group(path / well, well={"images": [{"path": field} for field in fields]})
+        for field in fields:
+            found.append(X[..., : 8 + len(found), :] + 1000 * len(found))
+            image(path / well / field, version, found[-1])
+    return found
+
+
+@pytest.mark.parametrize("place", ["disk", "URL"])
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_plates(version: str, place: str, tmp_path: Path, server: Any) -> None:
+    """All images of all wells in the order of the metadata; coordinates and keys name the well and the field."""
+    values = plate(tmp_path / "plate.zarr", version)
+    path, options = str(tmp_path / "plate.zarr"), None
+    if place == "URL":
+        pytest.importorskip("obstore")
+        server.objects, path, options = files_of(tmp_path), "s3://bucket/plate.zarr", server.options
+    arguments: dict[str, Any] = {"sample": (), "tile": {"y": 8, "x": 8}, "options": options}
+    source = aiofeed.Arrays({"x": path}, **arguments)
+    names = ["B/3/0", "B/3/f_1", "A/1/0", "A/1/f_1", "A/12/0", "A/12/f_1"]
+    assert len(source) == 6 * 3
+    for index, sample in enumerate(epoch(source)):
+        position = source.position(index)
+        assert source.coords(index)["image"] == names[position["image"]]
+        assert source.at(names[position["image"]], y=0, x=position["x"]) == index
+        assert f"plate.zarr/{names[position['image']]}/scale0[" in source.key(index)
+        assert_same(sample, values[position["image"]][..., :8, position["x"] : position["x"] + 8])
+    assert len({source.key(index) for index in range(len(source))}) == len(source)
+    well = aiofeed.Arrays({"x": f"{path}/A/1"}, **arguments)
+    assert [well.coords(index)["image"] for index in (0, 3)] == ["0", "f_1"]
+    assert_same(epoch(well), epoch(source)[6:12])
+    several = aiofeed.Arrays({"x": [f"{path}/A/1", f"{path}/A/12"]}, **arguments)
+    assert_same(epoch(several), epoch(source)[6:])
+    by_time = aiofeed.Arrays({"x": path}, **{**arguments, "sample": "t"})
+    assert len(by_time) == 3 * len(source)
+    assert "plate.zarr/B/3/f_1/scale0[t=2" in by_time.key(by_time.at(5, y=0, x=0))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [{"plate": {}}, {"plate": None}, {"plate": {"wells": []}}, {"well": {"images": [{"at": 0}]}}, {"well": 5}],
+)
+def test_damaged_plates(damaged: Any, tmp_path: Path) -> None:
+    """An error that names the plate or the well."""
+    zarr.create_group(tmp_path / "plate.zarr", zarr_format=2, attributes=damaged)
+    with pytest.raises(ValueError, match=r"plate\.zarr is a (plate|well) without images"):
+        aiofeed.Arrays({"x": str(tmp_path / "plate.zarr")}, sample=())
+
+
+def test_images_of_a_plate_that_there_are_not(tmp_path: Path) -> None:
+    """An error that names the image, not a plate with fewer ones."""
+    plate(tmp_path / "plate.zarr", "0.5", fields=("0",))
+    shutil.rmtree(tmp_path / "plate.zarr" / "A" / "1" / "0")
+    with pytest.raises(FileNotFoundError, match=r"plate\.zarr/A/1/0"):
+        aiofeed.Arrays({"x": str(tmp_path / "plate.zarr")}, sample=(), tile={"y": 8, "x": 8})
