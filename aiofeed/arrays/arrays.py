@@ -397,6 +397,8 @@ class Arrays(GroupedSource):
             axis = next(iter(places))
             part, places[axis] = self._joined.within(places[axis])
             name, _ = part.name, places.pop(IMAGE, None)
+        if self._layout.repeats > 1:
+            places["tile"] = index % self._layout.repeats
         return f"{name}[{', '.join(f'{axis}={at}' for axis, at in places.items())}]"
 
     def position(self, index: int, /) -> dict[Any, int]:

@@ -60,7 +60,7 @@ class Layout:
     """
 
     def __init__(self, axes: list[dict[Any, Any]], bounds: list[list[NDArray[np.int64]]], repeats: int) -> None:
-        self.axes, self._bounds, self._repeats = axes, bounds, repeats
+        self.axes, self._bounds, self.repeats = axes, bounds, repeats
         lengths = [functools.reduce(np.multiply.outer, map(np.diff, each)).reshape(-1) for each in bounds]
         self.starts: NDArray[np.int64] = np.append(0, np.cumsum(np.concatenate(lengths) * repeats))
         self._first_shards = np.cumsum([0, *map(len, lengths)])
@@ -78,7 +78,7 @@ class Layout:
         found = {axis: np.empty_like(indices) for axis in self.axes[0]}
         for grid in np.unique(grids).tolist():
             here = grids == grid
-            rest = (indices[here] - self.starts[shards[here]]) // self._repeats
+            rest = (indices[here] - self.starts[shards[here]]) // self.repeats
             sizes = [len(bounds) - 1 for bounds in self._bounds[grid]]
             blocks = np.unravel_index(shards[here] - self._first_shards[grid], sizes)
             axes = zip(self.axes[grid].items(), self._bounds[grid], blocks, strict=True)
@@ -96,4 +96,4 @@ class Layout:
             blocks.append(int(np.searchsorted(bounds, number, side="right")) - 1)
             within = within * int(bounds[blocks[-1] + 1] - bounds[blocks[-1]]) + number - int(bounds[blocks[-1]])
         shard = np.ravel_multi_index(blocks, [len(bounds) - 1 for bounds in self._bounds[grid]])
-        return int(self.starts[self._first_shards[grid] + shard]) + within * self._repeats
+        return int(self.starts[self._first_shards[grid] + shard]) + within * self.repeats

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
     from aiofeed.arrays.fields import Field
 
-# So many samples are read together.
-BATCH = 16
-
 
 def statistics_of_values(
     source: Any, fields: dict[str, Field], samples: int = 1000, seed: int = 0, by: Any = ()
@@ -27,27 +24,22 @@ def statistics_of_values(
     from aiofeed import Feeder
 
     axes = [by] if isinstance(by, str | int) else [*by]
-    known = {name: list(field.axes) for name, field in fields.items()}
-    for axis in axes:
-        if not any(axis in names for each in known.values() for names in each):
-            there = {name: [names[-1] for names in each] for name, each in known.items()}
-            raise ValueError(f"statistics(by={by!r}): samples have no axis {axis!r}; there are {there}")
-    # Of a batch, whose first axis is that of samples.
-    over = {
-        name: [0, *(at for at, names in enumerate(each, 1) if not {*names} & {*axes})] for name, each in known.items()
-    }
+    there = {name: [names[-1] for names in field.axes] for name, field in fields.items()}
+    if missing := {*axes}.difference(*(names for field in fields.values() for names in field.axes)):
+        raise ValueError(f"statistics(by={by!r}): samples have no axes {[*missing]}; there are {there}")
     chosen = np.random.default_rng(seed).choice(len(source), min(samples, len(source)), replace=False)
     found: dict[str, list[torch.Tensor]] = {}
-    progress = LoadProgress(
-        "statistics", "samples", len(chosen), lambda n: f"statistics of {n} of {len(chosen)} samples"
-    )
-    with Feeder(source[np.sort(chosen)], batch_size=BATCH, seed=seed) as feeder, progress:
+    progress = LoadProgress("statistics", "samples", len(chosen), "read {} samples for statistics".format)
+    # All ranks have the same numbers.
+    with Feeder(source[np.sort(chosen)], batch_size=16, seed=seed, shard=None) as feeder, progress:
         for batch in feeder:
             for name, tensor in batch.items():
                 if not tensor.is_complex():
                     values = (tensor if tensor.layout is torch.strided else tensor.to_dense()).double()
-                    new = _moments(values, over[name])
-                    found[name] = new if name not in found else _merged(found[name], new)
+                    # Of a batch, whose first axis is that of samples.
+                    over = [0, *(at for at, names in enumerate(fields[name].axes, 1) if not {*names} & {*axes})]
+                    new = _moments(values, over)
+                    found[name] = _merged(found[name], new) if name in found else new
             progress.add(len(tensor))
     return {name: _result(moments, bool(axes)) for name, moments in found.items() if moments[0].any()}
 

@@ -143,6 +143,8 @@ def test_tiles_of_a_position_come_of_one_decoding(monkeypatch: pytest.MonkeyPatc
     source = aiofeed.Arrays({"x": str(tmp_path / "x")}, tile={1: 4, 2: 4}, stride="random", samples_per_position=8)
     assert [source.position(at) for at in (0, 7, 8)] == [{0: 0}, {0: 0}, {0: 1}]
     assert source.at(3) == 24
+    assert source.key(25) == f"{tmp_path}/x[0=3, tile=1]"
+    assert len({source.key(index) for index in range(160)}) == 160
     decoded = []
     part = next(source._parts())
     decode = type(part).decode

@@ -76,3 +76,11 @@ def test_statistics_of_a_part(by: Any) -> None:
     for rows in (slice(20), [25, 3, 7]):
         part = source[rows][::-1]
         assert_equals(part.statistics(by=by)["x"], x[rows], (0,) if by else (0, 1), (2,) if by else ())
+
+
+def test_statistics_on_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are those of all samples on each rank."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    x = np.arange(60.0).reshape(30, 2)
+    assert_equals(aiofeed.Arrays({"x": x}).statistics()["x"], x, (0, 1), ())
