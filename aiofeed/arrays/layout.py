@@ -74,10 +74,11 @@ class Layout:
     def positions(self, indices: NDArray[np.int64]) -> tuple[dict[Any, NDArray[np.int64]], NDArray[np.int64]]:
         """Return the positions of samples along each axis, and the numbers of their grids."""
         shards = np.searchsorted(self.starts, indices, side="right") - 1
-        grids = np.searchsorted(self._first_shards, shards, side="right") - 1
+        several = len(self.axes) > 1
+        grids = np.searchsorted(self._first_shards, shards, side="right") - 1 if several else 0 * shards
         found = {axis: np.empty_like(indices) for axis in self.axes[0]}
-        for grid in np.unique(grids).tolist():
-            here = grids == grid
+        for grid in np.unique(grids).tolist() if several else [0]:
+            here = grids == grid if several else slice(None)
             rest = (indices[here] - self.starts[shards[here]]) // self.repeats
             sizes = [len(bounds) - 1 for bounds in self._bounds[grid]]
             blocks = np.unravel_index(shards[here] - self._first_shards[grid], sizes)
