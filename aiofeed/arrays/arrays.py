@@ -277,8 +277,6 @@ class Arrays(GroupedSource):
         joined = [field.sources[0] for field in self._fields.values()]
         self._joined: Joined = max(joined, key=lambda each: len(each.parts))
         sizes = self._lengths.get(_JOINED, ())
-        # Keys name the array of a sample where it has a name, or samples have numbers by array.
-        self._names_parts: bool = bool(sizes or self._images or any(part.label for part in self._joined.parts))
         if sizes and pad is not None and len(set(next(iter(self._windows.values())))) > 1:
             raise ValueError("Arrays(pad=): of arrays of different sizes, windows do not reach beyond one")
         borders, grids = np.cumsum([0, *(sizes or [MOST_CHUNKS])]).tolist(), list[Any]()
@@ -393,7 +391,7 @@ class Arrays(GroupedSource):
     def key(self, index: int, /) -> str:
         """Return the array of the first field and the position of the sample."""
         places, name = self.position(index), next(iter(self._fields.values())).name
-        if self._names_parts:
+        if self._images or self._joined.first.label or _JOINED in self._lengths:
             axis = next(iter(places))
             part, places[axis] = self._joined.within(places[axis])
             name, _ = part.name, places.pop(IMAGE, None)

@@ -300,7 +300,8 @@ def _expand(given: Any) -> list[str]:
             continue
         if is_remote(file):
             raise ValueError(f"{each!r}: a glob is for paths; name arrays at URLs with {{00..11}} or a list")
-        matches = sorted(glob.glob(file, recursive=True))
+        # Beside the arrays of a group are its metadata.
+        matches = sorted(each for each in glob.glob(file, recursive=True) if not each.endswith("zarr.json"))
         if not matches:
             raise FileNotFoundError(f"no array matches {file!r}")
         found += [f"{match}{two_colons}{inner}" for match in matches]

@@ -129,6 +129,9 @@ def test_plates(version: str, place: str, tmp_path: Path, server: Any) -> None:
     assert_same(epoch(well), epoch(source)[6:12])
     several = aiofeed.Arrays({"x": [f"{path}/A/1", f"{path}/A/12"]}, **arguments)
     assert_same(epoch(several), epoch(source)[6:])
+    if place == "disk":
+        by_glob = aiofeed.Arrays({"x": f"{path}/*/*/*"}, **arguments)
+        assert_same(epoch(by_glob), np.concatenate([epoch(source)[6:], epoch(source)[:6]]))
     by_time = aiofeed.Arrays({"x": path}, **{**arguments, "sample": "t"})
     assert len(by_time) == 3 * len(source)
     assert "plate.zarr/B/3/f_1/scale0[t=2" in by_time.key(by_time.at(5, y=0, x=0))
