@@ -18,7 +18,7 @@ import numpy as np
 
 from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Needs, Scaling, equal_steps, places_of
 from aiofeed.arrays.fields import MAPPED, DenseField, Field, ReadChunk, Selection, SparseField, Starts
-from aiofeed.arrays.layout import Layout, shards_of
+from aiofeed.arrays.layout import SampleLayout, shards_of
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.arrays.statistics import statistics_of_values
 from aiofeed.common.grouped_source import GroupedSource
@@ -287,7 +287,7 @@ class Arrays(GroupedSource):
                 if not grids and part + 2 == len(borders):
                     raise
         axes, bounds, random = map(list, zip(*grids, strict=True))
-        self._layout = Layout(axes, bounds, repeats)
+        self._layout = SampleLayout(axes, bounds, repeats)
         self.shard_starts: NDArray[np.int64] = self._layout.starts
         self._random: list[dict[Any, tuple[int, int]]] = random
 

@@ -47,7 +47,7 @@ def shards_of(bounds: list[NDArray[np.int64]], sample_bytes: int, *, wide: bool)
     return found
 
 
-class Layout:
+class SampleLayout:
     """The samples of several grids, one behind the other: those at all combinations of positions along some axes.
 
     Args:
@@ -60,7 +60,9 @@ class Layout:
     """
 
     def __init__(self, axes: list[dict[Any, Any]], bounds: list[list[NDArray[np.int64]]], repeats: int) -> None:
-        self.axes, self._bounds, self.repeats = axes, bounds, repeats
+        self.axes: list[dict[Any, Any]] = axes
+        self.repeats: int = repeats
+        self._bounds = bounds
         lengths = [functools.reduce(np.multiply.outer, map(np.diff, each)).reshape(-1) for each in bounds]
         self.starts: NDArray[np.int64] = np.append(0, np.cumsum(np.concatenate(lengths) * repeats))
         self._first_shards = np.cumsum([0, *map(len, lengths)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,32 +39,26 @@ def statistics_of_values(
                     values = (tensor if tensor.layout is torch.strided else tensor.to_dense()).double()
                     # Of a batch, whose first axis is that of samples.
                     over = [0, *(at for at, names in enumerate(fields[name].axes, 1) if not {*names} & {*axes})]
-                    new = _moments(values, over)
-                    found[name] = _merged(found[name], new) if name in found else new
+                    no, ends = values.isnan(), (values.masked_fill(values.isnan(), at) for at in (math.inf, -math.inf))
+                    new = _moments((~no).double(), values.masked_fill(no, 0), torch.zeros_like(values), *ends, over)
+                    known = map(torch.cat, zip(found[name], new, strict=True)) if name in found else None
+                    found[name] = _moments(*known, [0]) if known else new
             progress.add(len(tensor))
     return {name: _result(moments, bool(axes)) for name, moments in found.items() if moments[0].any()}
 
 
-def _moments(values: torch.Tensor, over: list[int]) -> list[torch.Tensor]:
-    """Return the number of values that are not NaN, their mean, squared deviations, minimum and maximum."""
-    missing = values.isnan()
-    count = (~missing).sum(over, keepdim=True).double()
-    mean = values.masked_fill(missing, 0).sum(over, keepdim=True) / count.clamp(min=1)
-    squares = (values - mean).square().masked_fill(missing, 0).sum(over, keepdim=True)
-    low, high = (values.masked_fill(missing, float(each)) for each in ("inf", "-inf"))
-    return [count, mean, squares, low.amin(over, keepdim=True), high.amax(over, keepdim=True)]
+def _moments(count: Any, mean: Any, squares: Any, low: Any, high: Any, over: list[int]) -> list[torch.Tensor]:
+    """Return counts, means, squared deviations, minima and maxima of values that are merged along axes.
 
-
-def _merged(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the moments of two sets of values: Chan, Golub and LeVeque, 1979."""
-    (count, mean, squares, low, high), (more, its_mean, its_squares, its_low, its_high) = one, other
-    total, apart = count + more, its_mean - mean
-    share = more / total.clamp(min=1)
-    squares = squares + its_squares + apart.square() * count * share
-    return [total, mean + apart * share, squares, low.minimum(its_low), high.maximum(its_high)]
+    As in Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    """
+    total = count.sum(over, keepdim=True)
+    middle = (count * mean).sum(over, keepdim=True) / total.clamp(min=1)
+    squares = (squares + count * (mean - middle).square()).sum(over, keepdim=True)
+    return [total, middle, squares, low.amin(over, keepdim=True), high.amax(over, keepdim=True)]
 
 
 def _result(moments: Sequence[torch.Tensor], by: bool) -> dict[str, torch.Tensor]:
     count, mean, squares, low, high = (each[0] if by else each.reshape(()) for each in moments)
     found = {"mean": mean, "std": (squares / count).sqrt(), "min": low, "max": high}
-    return {name: values.masked_fill(count == 0, float("nan")) for name, values in found.items()}
+    return {name: values.masked_fill(count == 0, math.nan) for name, values in found.items()}
