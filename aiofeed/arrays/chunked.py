@@ -361,7 +361,8 @@ class Joined:
         self, parts: Sequence[ChunkedArray], axis: int = 0, free: Sequence[int] = (), *, stacked: bool = False
     ) -> None:
         self.parts = parts
-        self.axis, self.stacked = axis, int(stacked)
+        self.axis = axis
+        self.stacked = stacked
         self.first: ChunkedArray = parts[0]
         self.dtype: np.dtype[Any] = self.first.sample_dtype
         if not is_plain(self.dtype):

@@ -179,8 +179,8 @@ class Opener:
                 raise ValueError(f"{given} has other categories than other parts of {field!r}")
             return await child("codes")
         image = node.get("ome", node)
-        if kind := {"plate", "well"} & image.keys():
-            return await self._images(given, image, child, *kind)
+        if groups := {"plate", "well"} & image.keys():
+            return await self._images(given, image, child, *groups)
         if "multiscales" in image:
             try:
                 scales = image["multiscales"][0]
