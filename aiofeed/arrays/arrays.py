@@ -371,10 +371,9 @@ class Arrays(GroupedSource):
                 raise ValueError("random tiles are others in each epoch: no cache can keep them")
             positions = plan.positions if places is None else [plan.positions[place] for place in places]
             seeds = [sample_seed(plan.epoch_seed, position) for position in positions]
-            drawn = [self._random[grid] for grid in grids.tolist()]
             for number, axis in enumerate(self._random[0]):
-                each = zip(seeds, (ranges[axis] for ranges in drawn), strict=True)
-                firsts = [first + ((mix64(seed + number) * count) >> 64) for seed, (first, count) in each]
+                drawn = zip(seeds, [self._random[grid][axis] for grid in grids.tolist()], strict=True)
+                firsts = [first + ((mix64(seed + number) * count) >> 64) for seed, (first, count) in drawn]
                 starts[axis] = np.array(firsts, np.int64)
         return starts
 
@@ -428,8 +427,8 @@ class Arrays(GroupedSource):
         if len(values) + len(by_axis) != len(axes) or given.keys() != {*axes}:
             raise TypeError(f"at() takes one value for each of {axes}, got {values} and {by_axis}")
         for axis in axes:
-            is_number = axis == IMAGE and isinstance(given[axis], Integral)
-            known = None if is_number else self._coordinate(axis)
+            # An image has a name and a number.
+            known = None if axis == IMAGE and isinstance(given[axis], int) else self._coordinate(axis)
             place = places_of(known, np.max(self._lengths[axis]), given[axis], f"at(): {axis!r}")
             if not numbers:
                 grid = max(bisect_right([each[axis][0] for each in self._layout.axes], place) - 1, 0)

@@ -204,7 +204,7 @@ class Opener:
             raise ValueError(f"{given} is a {kind} without images, or with damaged metadata: {attributes[kind]!r}")
         found = list[Any]()
         for path, inner in zip(paths, await run_all(map(child, paths)), strict=True):
-            for part in inner if kind == "plate" else [inner]:
+            for part in inner if isinstance(inner, tuple) else [inner]:
                 part.label = f"{path}/{part.label}".rstrip("/")
                 found.append(part)
         return tuple(found)

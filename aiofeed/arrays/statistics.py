@@ -40,14 +40,16 @@ def statistics_of_values(
                     # Of a batch, whose first axis is that of samples.
                     over = [0, *(at for at, names in enumerate(fields[name].axes, 1) if not {*names} & {*axes})]
                     no, ends = values.isnan(), (values.masked_fill(values.isnan(), at) for at in (math.inf, -math.inf))
-                    new = _moments((~no).double(), values.masked_fill(no, 0), torch.zeros_like(values), *ends, over)
+                    new = _moments(
+                        (~no).double(), values.masked_fill(no, 0), torch.zeros_like(values), *ends, over=over
+                    )
                     known = map(torch.cat, zip(found[name], new, strict=True)) if name in found else None
-                    found[name] = _moments(*known, [0]) if known else new
+                    found[name] = _moments(*known, over=[0]) if known else new
             progress.add(len(tensor))
     return {name: _result(moments, bool(axes)) for name, moments in found.items() if moments[0].any()}
 
 
-def _moments(count: Any, mean: Any, squares: Any, low: Any, high: Any, over: list[int]) -> list[torch.Tensor]:
+def _moments(count: Any, mean: Any, squares: Any, low: Any, high: Any, *, over: list[int]) -> list[torch.Tensor]:
     """Return counts, means, squared deviations, minima and maxima of values that are merged along axes.
 
     As in Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
