@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from aiofeed.arrays.fields import Field
 
+# A batch has so many bytes: its values are copied several times, as float64.
+BATCH_BYTES = 32 << 20
+
 
 def statistics_of_values(
     source: Any, fields: dict[str, Field], samples: int = 1000, seed: int = 0, by: Any = ()
@@ -31,18 +34,18 @@ def statistics_of_values(
     chosen = np.random.default_rng(seed).choice(len(source), min(samples, len(source)), replace=False)
     found: dict[str, list[torch.Tensor]] = {}
     progress = LoadProgress("statistics", "samples", len(chosen), "read {} samples for statistics".format)
+    batch_size = int(min(max(BATCH_BYTES // source.gathered_bytes, 1), 512))
     # All ranks have the same numbers.
-    with Feeder(source[np.sort(chosen)], batch_size=16, seed=seed, shard=None) as feeder, progress:
+    with Feeder(source[np.sort(chosen)], batch_size=batch_size, seed=seed, shard=None) as feeder, progress:
         for batch in feeder:
             for name, tensor in batch.items():
                 if not tensor.is_complex():
                     values = (tensor if tensor.layout is torch.strided else tensor.to_dense()).double()
                     # Of a batch, whose first axis is that of samples.
                     over = [0, *(at for at, names in enumerate(fields[name].axes, 1) if not {*names} & {*axes})]
-                    no, ends = values.isnan(), (values.masked_fill(values.isnan(), at) for at in (math.inf, -math.inf))
-                    new = _moments(
-                        (~no).double(), values.masked_fill(no, 0), torch.zeros_like(values), *ends, over=over
-                    )
+                    no = values.isnan()
+                    mean, *ends = (values.masked_fill(no, at) for at in (0, math.inf, -math.inf))
+                    new = _moments((~no).double(), mean, 0, *ends, over=over)
                     known = map(torch.cat, zip(found[name], new, strict=True)) if name in found else None
                     found[name] = _moments(*known, over=[0]) if known else new
             progress.add(len(tensor))
