@@ -214,3 +214,27 @@ def test_fields_must_have_the_same_images() -> None:
         aiofeed.Arrays({"x": images([(4, 5), (5, 4)]), "y": images([(5, 4), (4, 5)])}, **arguments)
     with pytest.raises(ValueError, match=r"'y' has"):
         aiofeed.Arrays({"x": images([(4, 5), (5, 4)]), "y": np.arange(3)}, **arguments)
+
+
+def test_windows_and_random_tiles_of_a_slice_of_recordings() -> None:
+    """A window stays within its recording; recordings without a whole window or tile have no samples."""
+    xarray = pytest.importorskip("xarray")
+    sizes = [(5, 8), (3, 12), (2, 3), (4, 30)]
+    values = images([(times, height, 8) for times, height in sizes])
+    coords = [{"t": np.arange(times) + 10 * at} for at, (times, _) in enumerate(sizes)]
+    films = [xarray.DataArray(*each, dims=("t", "y", "x")) for each in zip(values, coords, strict=True)]
+    source = aiofeed.Arrays(
+        {"x": films}, sample="t", window=range(2), tile={"y": 4}, stride="random", samples_per_position=3,
+        select={"t": slice(2, 31)},
+    )  # fmt: skip
+    found: Counter[tuple[int, int]] = Counter()
+    with aiofeed.Feeder(source, batch_size=4, shuffle=True) as feeder:
+        for sample in samples_of(feeder):
+            at, place = divmod(int(sample["x"][0, 0, 0]), 1_000_000)
+            time, y, _ = np.unravel_index(place, values[at].shape)
+            assert_same(sample["x"], values[at][time : time + 2, y : y + 4])
+            found[at, int(time)] += 1
+    assert found == dict.fromkeys([(0, 2), (0, 3), (1, 0), (1, 1), (3, 0)], 3)
+    assert source.at(11) == 9
+    with pytest.raises(ValueError, match=r"no sample is at 20 along 't'"):
+        source.at(20)
