@@ -377,7 +377,7 @@ def leaves(metadata: Any, columns: Sequence[str] | None) -> list[int]:
     own: dict[str, range] = {}
     end = 0
     for column in metadata.schema.to_arrow_schema():
-        own[column.name] = range(end, end := end + _leaf_count(column.type))
+        own[column.name] = range(end, end := end + leaf_count(column.type))
     paths = () if own.keys() >= set(columns) else [f"{metadata.schema.column(number).path}." for number in numbers]
     found = [own.get(name) or [at for at, path in enumerate(paths) if path.startswith(f"{name}.")] for name in columns]
     return list(dict.fromkeys(chain.from_iterable(found)))
@@ -388,10 +388,11 @@ def as_list(names: Any) -> list[Any]:
     return [] if names is None else [names] if isinstance(names, str) else list(names)
 
 
-def _leaf_count(kind: Any) -> int:
+def leaf_count(kind: Any) -> int:
+    """Return the number of column chunks of a column of an Arrow type."""
     kind = getattr(kind, "storage_type", kind)
     inner = [kind.key_type, kind.item_type] if hasattr(kind, "item_type") else map(kind.field, range(kind.num_fields))
-    return sum(_leaf_count(getattr(each, "type", each)) for each in inner) or 1
+    return sum(leaf_count(getattr(each, "type", each)) for each in inner) or 1
 
 
 def _column(tables: Sequence[Any], name: str) -> Any:

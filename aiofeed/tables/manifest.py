@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ _URL = "^[a-zA-Z][a-zA-Z0-9+.-]+://"
 _OUTWARD = rf"{_URL}|^$|\x00|%00|%2[eEfF]|%5[cC]|^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.([/\\]|$)"
 # Floats have all whole numbers up to this one, and not those of 16 digits.
 _EXACT = 1 << 53
+# A field in quotation marks, in which these are doubled; one that is not closed ends with the bytes.
+_QUOTED = {
+    delimiter: re.compile(rb'(?<![^%b\r\n])"[^"]*(?:""[^"]*)*(?:"|\Z)' % delimiter.encode()) for delimiter in ",\t"
+}
 _LARGE = re.compile(r"(?<![\w.])[-+]?\d{16,}(?![\w.])")
 # The longest line of a file in bytes.
 _LINE = 16 << 20
@@ -67,7 +72,13 @@ class TableFile:
         has_empty_cells: Whether a value that is missing is an empty text.
     """
 
-    def __init__(self, path: str, format: str | None, store: Any, options: Mapping[str, Any] | None) -> None:
+    # Of a part of a file: the columns, if its first line has them not, and the rows and lines before it.
+    _header: Sequence[str] | None = None
+    _before: tuple[int, int] = (0, 0)
+
+    def __init__(
+        self, path: str, format: str | None, store: Any, options: Mapping[str, Any] | None, whole: bool = True
+    ) -> None:
         self.store: Any = store
         self.options: Mapping[str, Any] | None = options
         base, key = split_url(check_path(path))
@@ -77,13 +88,14 @@ class TableFile:
         by_suffix = _FORMATS.get(suffix if self._compression is None else os.path.splitext(stem)[1])
         self._format = by_suffix if format is None else format
         self.has_empty_cells: bool = self._format in ("csv", "tsv")
+        self._delimiter = "\t" if self._format == "tsv" else ","
         if self._format not in _FORMATS.values():
             given = f"format={format!r}" if format is not None else f"the suffix of {redacted(path)!r}"
             raise ValueError(f"{given} is none of csv, tsv, jsonl and parquet: pass format= as one of these")
         if self.is_local:
             self.name: str = key
             self.folder: str = os.path.dirname(key)
-            in_parts = self._format == "parquet" and self._compression is None
+            in_parts = not whole or (self._format == "parquet" and self._compression is None)
             with naming_file(key):
                 data = None if in_parts else read_file(key, ReadRules(sys.maxsize))
         else:
@@ -94,6 +106,25 @@ class TableFile:
             with self._errors():
                 data = self._unpacked(data, self._compression)
         self._data = data
+
+    def part(self, data: Any, header: Sequence[str] | None, rows: int = 0, lines: int = 0) -> TableFile:
+        """Return the file with some of its rows only.
+
+        Args:
+            data: The bytes of these rows.
+            header: The names of the columns, if the first line has them not.
+            rows: The rows before them, for messages.
+            lines: The lines before them.
+        """
+        found = copy(self)
+        found.name, found._data, found._header, found._before = "", data, header, (rows, lines)
+        return found
+
+    def row_end(self, data: bytes) -> int:
+        """Return where the last row ends that bytes from the beginning of a row have whole; 0 if none does."""
+        if self.has_empty_cells and b'"' in data:
+            data = _QUOTED[self._delimiter].sub(lambda field: b" " * len(field[0]), data)
+        return data.rfind(b"\n") + 1
 
     def _unpacked(self, data: bytes, compression: str) -> bytes:
         stream, parts, nbytes = arrow().CompressedInputStream(arrow().BufferReader(data), compression), [], 0
@@ -130,7 +161,7 @@ class TableFile:
                 table = self._read_lines(stream, columns, types)
             else:
                 reader = arrow("pyarrow.csv")
-                nulls = {"strings_can_be_null": columns is None}
+                nulls = {"strings_can_be_null": columns is None or not self.name}
                 convert = reader.ConvertOptions(include_columns=columns, column_types=dict(types), **nulls)
                 try:
                     table = reader.read_csv(stream, *self._csv_options(), convert)
@@ -186,9 +217,9 @@ class TableFile:
             ) from None
 
     def _csv_options(self, threads: bool = True) -> tuple[Any, Any]:
-        reader, delimiter = arrow("pyarrow.csv"), "\t" if self._format == "tsv" else ","
-        parsing = reader.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-        return reader.ReadOptions(use_threads=threads, block_size=_LINE), parsing
+        reader = arrow("pyarrow.csv")
+        parsing = reader.ParseOptions(delimiter=self._delimiter, newlines_in_values=True)
+        return reader.ReadOptions(use_threads=threads, block_size=_LINE, column_names=self._header), parsing
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

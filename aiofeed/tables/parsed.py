@@ -1,21 +1,24 @@
-"""Tables of CSV and JSON Lines files, which are parsed into memory."""
+"""Tables of CSV and JSON Lines files, which are parsed into memory, or read in blocks if they do not fit."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
+from aiofeed import _load_addon
 from aiofeed.common.blocking import run_blocking
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.runtime import machine
-from aiofeed.objects.urls import split_url
+from aiofeed.objects.reader import run_all
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.urls import ShardFinder
+from aiofeed.tables.blocks import named_files
 from aiofeed.tables.manifest import TableFile
 from aiofeed.tables.memory import MemoryTable
-from aiofeed.tables.table import MEMORY_SHARE
+from aiofeed.tables.table import MEMORY_SHARE, PACKED
 
 # The bytes of a file that is parsed, and its columns: in all twice those of the file.
 PARSED_SHARE = 2
@@ -24,26 +27,34 @@ PARSED_SHARE = 2
 class ParsedTable(MemoryTable):
     """Rows of CSV and JSON Lines files."""
 
+    def __new__(cls, table: Any = None, *_: Any, in_memory: Any = None, **storage: Any) -> Any:
+        """Make a table in memory, or one of blocks if the files do not fit."""
+        if table is not None:  # of a copy in another process
+            finder = ShardFinder(storage.get("store"), storage.get("options"))
+            files = list(map(finder.shard, run_blocking(partial(named_files, finder, table))))
+            run_blocking(lambda: run_all([file.open() for file in files]))
+            nbytes, room = PARSED_SHARE * sum(file.size for file in files), machine.rank_memory() // MEMORY_SHARE
+            packed = next((file.url for file in files if PurePath(file.key).suffix.lower() in PACKED), None)
+            needs = (
+                f"{packed or files[0].url}: to parse it needs {format_bytes(nbytes)}, and half of the free memory of "
+                f"this rank is {format_bytes(room)}"
+            )
+            if in_memory and nbytes > room:
+                raise ValueError(f"{needs}: leave in_memory=True out, so that blocks are read")
+            if in_memory is False or nbytes > room:
+                if packed is not None:
+                    why = needs if nbytes > room else f"{packed}: in_memory=False"
+                    raise ValueError(f"{why}, and no block of a compressed file can be read alone. {_CONVERT}")
+                return object.__new__(_load_addon("BlockTable", "Table"))
+        return object.__new__(cls)
+
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
-        if self._asked is False:
-            raise ValueError(f"Table(in_memory=False): CSV and JSON Lines are parsed into memory. {_CONVERT}")
         self._storage = storage
         super()._open(table, columns, target)
 
     def _opened(self, paths: Sequence[Any]) -> tuple[list[Any], Any]:
         store, options = self._storage["store"], self._storage["options"]
-        names: list[str] = []
-        for path in map(os.fspath, paths):
-            is_pattern = any(mark in path for mark in "*?[{") and not os.path.exists(path)
-            shards = run_blocking(partial(ShardFinder(store, options).find, path)) if is_pattern else ()
-            names += [shard.key if shard.local else shard.url for shard in shards] if is_pattern else [path]
-        local = [name for name in names if not split_url(name)[0] and os.path.exists(name)]
-        nbytes, room = PARSED_SHARE * sum(map(os.path.getsize, local)), machine.rank_memory() // MEMORY_SHARE
-        if nbytes > room:
-            raise ValueError(
-                f"{names[0]}: to parse it needs {format_bytes(nbytes)}, and half of the free memory of this rank is "
-                f"{format_bytes(room)}. {_CONVERT}"
-            )
+        names = run_blocking(partial(named_files, ShardFinder(store, options), paths))
         files = [TableFile(name, None, store, options) for name in names]
         tables = [file.read(None, {}) for file in files]
         try:
@@ -53,7 +64,7 @@ class ParsedTable(MemoryTable):
 
 
 _CONVERT = (
-    "Parquet is read by parts; it is written by two lines: `import pyarrow.dataset as ds` and `ds.write_dataset(ds."
-    'dataset("train.csv", format="csv"), "folder", format="parquet")`, format="json" for JSON Lines; then '
-    'Table("folder/*.parquet")'
+    "Decompress it, or write Parquet, which is read by parts; two lines do it: `import pyarrow.dataset as ds` and "
+    '`ds.write_dataset(ds.dataset("train.csv.gz", format="csv"), "folder", format="parquet")`, format="json" for JSON '
+    'Lines; then Table("folder/*.parquet")'
 )

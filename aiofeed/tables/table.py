@@ -106,7 +106,8 @@ class Table(GroupedSource):
         """Make a table of the class for its kind."""
         if cls is not Table:
             return super().__new__(cls)
-        return super().__new__(_load_addon(_kind_of(table), "Table"))  # type: ignore[no-any-return]
+        kind = _load_addon(_kind_of(table), "Table")
+        return kind.__new__(kind, table, *_, **__)  # type: ignore[no-any-return]
 
     traits: Traits = Traits(decode="optional", rows=True)
 
