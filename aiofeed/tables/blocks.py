@@ -11,20 +11,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.index import ShardIndex, ranges_of, with_labels
 from aiofeed.shards.indexing import IndexRules, Scan
 from aiofeed.shards.parquet import leaf_count, leaves
 from aiofeed.shards.urls import Shard, ShardFinder, Urls
-from aiofeed.tables.manifest import TableFile
+from aiofeed.tables.manifest import LINE_BYTES, TableFile
 from aiofeed.tables.stored import ParquetTable
 from aiofeed.tables.table import check_columns
 
 # A block is parsed in some 20 ms, and takes as much memory as a small row group.
 BLOCK_BYTES = 8 << 20
-# Blocks become larger if they have no end of a row, up to this.
-MAX_BLOCK = 16 << 20
 
 
 class BlockFile:
@@ -37,31 +34,20 @@ class BlockFile:
 
     def __init__(self, file: TableFile, index: ShardIndex) -> None:
         found = [json.loads(label) for label in index.labels or ()]
-        self.file, self.index = file, index
         self.rows: list[int] = [each["rows"] for each in found]
         schemas = [arrow().ipc.read_schema(arrow().py_buffer(bytes.fromhex(each["types"]))) for each in found]
-        ends = np.cumsum(self.rows).tolist()
-        places = [f"rows {end - rows} to {end - 1}" for end, rows in zip(ends, self.rows, strict=True)]
+        places = [
+            f"the {rows} rows from row {first}"
+            for rows, first in zip(self.rows, np.cumsum([0, *self.rows]), strict=False)
+        ]
         self.types: Any = _common_types(dict(zip(places, schemas, strict=True)), file.has_empty_cells)
-
-    @property
-    def schema(self) -> Self:
-        """Return itself, which has the schema."""
-        return self
+        self.file, self.index, self.schema = file, index, self
+        self.num_row_groups: int = len(found)
+        self.num_columns: int = sum(map(leaf_count, self.types.types))
 
     def to_arrow_schema(self) -> Any:
         """Return the types of the columns."""
         return self.types
-
-    @property
-    def num_columns(self) -> int:
-        """Return the number of column chunks of a block."""
-        return sum(map(leaf_count, self.types.types))
-
-    @property
-    def num_row_groups(self) -> int:
-        """Return the number of blocks."""
-        return len(self.rows)
 
     def row_group(self, block: int) -> Any:
         """Return the number of rows of a block."""
@@ -69,15 +55,14 @@ class BlockFile:
 
     def parsed(self, block: int, data: Any, chosen: Sequence[int]) -> Any:
         """Return the table of columns of a block, by the numbers of their column chunks."""
-        names = [name for name in self.types.names if set(leaves(self, [name])).intersection(chosen)]
-        types = arrow().schema([self.types.field(name) for name in names])
-        header = self.types.names if block and self.file.has_empty_cells else None
-        table = self.file.part(data, header).read(names, dict(zip(names, types.types, strict=True)))
-        return table.cast(types)
+        fields = [field for field in self.types if set(leaves(self, [field.name])).intersection(chosen)]
+        types = {field.name: field.type for field in fields}
+        part = self.file.part(data, self.types.names if block and self.file.has_empty_cells else None)
+        return part.read(list(types), types).cast(arrow().schema(fields))
 
 
 class BlockTable(ParquetTable):
-    """Rows of CSV and JSON Lines files, of which one pass has found blocks of rows, as of row groups."""
+    """Rows of CSV and JSON Lines files, of which one pass has found blocks of rows, which are read as row groups."""
 
     async def _list(self, finder: ShardFinder, urls: Urls) -> list[Shard]:
         return list(map(finder.shard, await named_files(finder, urls)))
@@ -85,13 +70,14 @@ class BlockTable(ParquetTable):
     async def _open_all(self, finder: ShardFinder, urls: Urls) -> list[Shard]:
         shards = await super()._open_all(finder, urls)
         types = _common_types({shard.url: shard.extra.metadata.types for shard in shards}, text=False)
-        for shard in shards:
-            file = shard.extra.metadata
-            file.types = arrow().schema([types.field(name) for name in file.types.names])
-            for name, column in shard.extra.targets.items():
-                kind = types.field(name).type
-                is_array = isinstance(column, np.ndarray)
-                shard.extra.targets[name] = column.astype(kind.to_pandas_dtype()) if is_array else column.cast(kind)
+        for found in (shard.extra for shard in shards):
+            found.metadata.types = arrow().schema([types.field(name) for name in found.metadata.types.names])
+            for name, column in found.targets.items():
+                found.targets[name] = (
+                    arrow()
+                    .chunked_array([column] if isinstance(column, np.ndarray) else column.chunks)
+                    .cast(types.field(name).type)
+                )
         return shards
 
     async def _footer(self, shard: Shard) -> tuple[Any, bool]:
@@ -106,26 +92,18 @@ class BlockTable(ParquetTable):
     @cached_property
     def gathered_bytes(self) -> float:
         """Bytes of a row in its file."""
-        return max(sum(shard.size for shard in self._shards) / len(self), 1.0)
+        return sum(shard.size for shard in self._shards) / len(self)
 
     async def _parts_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> Any:
-        [data] = await shard.read(self._chunks_of(shard, group, chosen))
-        return data
+        return (await shard.read(self._chunks_of(shard, group, chosen)))[0]
 
     def _chunks_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> list[tuple[int, int]]:
         index = shard.extra.metadata.index
         return [(int(index.starts[group]), int(index.ends[group]))]
 
     def _decode_rows(self, shard: Shard, group: int, chosen: Sequence[int], file: Any) -> Any:
-        if file is None:
-            [file] = shard.read_now(self._chunks_of(shard, group, chosen))
-        try:
-            return shard.extra.metadata.parsed(group, file, chosen)
-        except (arrow().ArrowException, ValueError) as error:
-            raise ValueError(f"{shard.url}: block {group}: {error}") from None
-
-    def __repr__(self) -> str:
-        return f"Table({len(self)} row{'s' * (len(self) != 1)} in {len(self.shard_starts) - 1} blocks)"
+        data = shard.read_now(self._chunks_of(shard, group, chosen))[0] if file is None else file
+        return shard.extra.metadata.parsed(group, data, chosen)
 
 
 async def named_files(finder: ShardFinder, paths: Any) -> list[str]:
@@ -140,30 +118,26 @@ async def named_files(finder: ShardFinder, paths: Any) -> list[str]:
 
 def _scan(file: TableFile, size: int, _: Any) -> Scan:
     """Find the blocks of a file, their rows and their types."""
-    at, nbytes, rows, lines, header = 0, BLOCK_BYTES, 0, 0, None
-    starts, ends, labels = list[int](), list[int](), list[bytes | None]()
+    at, rows, lines, nbytes, header, table = 0, 0, 0, BLOCK_BYTES, None, None
+    bounds, labels = [0], list[bytes | None]()
     while at < size:
         data = yield at, min(at + nbytes, size)
-        if not (end := len(data) if at + len(data) == size else file.row_end(data)):
-            if (nbytes := 2 * nbytes) > MAX_BLOCK:
+        end = len(data) if at + len(data) == size else file.row_end(data)
+        if not end:
+            if (nbytes := 2 * nbytes) > LINE_BYTES:
                 raise ValueError(
-                    f"row {rows} (the first is 0) does not end within {format_bytes(len(data))}: it may begin with a "
-                    f"quotation mark that is not closed, or rows do not end with a newline"
+                    f"row {rows} (the first is 0) has more than {LINE_BYTES} bytes, or an open quotation mark"
                 )
             continue
-        nbytes, part = BLOCK_BYTES, data[:end]
-        if part.strip():
-            table = file.part(part, header, rows, lines).read(None, {})
-            check_columns(str(at), table.column_names, table.column_names)
-            starts.append(at)
-            ends.append(at + end)
-            labels.append(json.dumps({"rows": len(table), "types": table.schema.serialize().to_pybytes().hex()}).encode())
-            header = table.column_names if file.has_empty_cells else None
-            rows += len(table)
-        at, lines = at + end, lines + part.count(b"\n")
-    if not rows:
-        raise ValueError("the table has no rows")
-    return with_labels(ranges_of(starts, ends), labels)
+        part = file.part(data[:end], header, rows, lines)
+        table = part.read(None, {}) if table is None or data[:end].strip() else table[:0]
+        check_columns("its first line", table.column_names, table.column_names)
+        header = table.column_names if file.has_empty_cells else None
+        types = table.schema.serialize().to_pybytes().hex()
+        labels.append(json.dumps({"rows": len(table), "types": types}).encode())
+        at, rows, lines, nbytes = at + end, rows + len(table), lines + data.count(b"\n", 0, end), BLOCK_BYTES
+        bounds.append(at)
+    return with_labels(ranges_of(bounds[:-1], bounds[1:]), labels)
 
 
 def _common_types(schemas: Mapping[str, Any], text: bool) -> Any:
@@ -172,21 +146,20 @@ def _common_types(schemas: Mapping[str, Any], text: bool) -> Any:
     Raises:
         ValueError: There is no common type.
     """
-    found: dict[str, dict[Any, str]] = {}
-    for place, schema in schemas.items():
-        for each in schema:
-            found.setdefault(each.name, {}).setdefault(each.type, place)
-    fields = []
-    for name, places in found.items():
-        kinds = [kind for kind in places if not arrow().types.is_null(kind)] or list(places)
-        options = [arrow().schema([(name, kind)]) for kind in kinds]
+    fields, names = [], dict.fromkeys(name for schema in schemas.values() for name in schema.names)
+    for name in names:
+        kinds = {schema.field(name).type: place for place, schema in reversed(schemas.items()) if name in schema.names}
+        if arrow().uint64() in kinds:
+            kinds.pop(arrow().int64(), None)  # pyarrow would take int64 for both
         try:
-            [field] = arrow().unify_schemas(options, promote_options="permissive")
+            fields += arrow().unify_schemas(
+                [arrow().schema([(name, kind)]) for kind in kinds], promote_options="permissive"
+            )
         except arrow().ArrowException:
             if not text:
-                each = ", and ".join(f"{kind} in {places[kind]}" for kind in kinds[:2])
-                raise ValueError(f"column {name!r} has {each}: write the values of a column as one type") from None
-            field = arrow().field(name, arrow().binary() if arrow().binary() in kinds else arrow().string())
-        is_unsigned = arrow().uint64() in kinds and arrow().types.is_integer(field.type)
-        fields.append(field.with_type(arrow().uint64()) if is_unsigned else field)
+                each = " and ".join(
+                    f"{kind} in {place}" for kind, place in kinds.items() if not arrow().types.is_null(kind)
+                )
+                raise ValueError(f"column {name!r} has {each}: write its values as one type") from None
+            fields.append(arrow().field(name, arrow().binary() if arrow().binary() in kinds else arrow().string()))
     return arrow().schema(fields)

@@ -19,6 +19,22 @@ def is_text(kind: Any) -> bool:
     return str(kind) in ("string", "large_string", "string_view")
 
 
+def odd_number(name: str, column: Any) -> str:
+    """Return which text of a column is no number, if most of them look like numbers; otherwise nothing."""
+    plain, compute = _plain(column), arrow("pyarrow.compute")
+    if any(mark in name for mark in ";\t|"):
+        return f"; the name {name!r} has a separator: pass Table(pandas.read_csv(path, sep=...))"
+    alike = compute.match_substring_regex(plain, r"^\W*\d[\d., ']*\W*$")
+    others = compute.invert(compute.match_substring_regex(plain, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
+    row = compute.index(others, True).as_py()
+    if row < 0 or (compute.mean(alike).as_py() or 0) < 1 / 2:
+        return ""
+    return (
+        f"; row {row} (the first is 0) has {plain[row].as_py()!r:.80}, which is no number, and most rows are numbers: "
+        f'Table(pandas.read_csv(path, decimal=",")) reads such texts, or thousands=",", or na_values=[...]'
+    )
+
+
 def values_of(column: Any) -> list[Any]:
     """Return the values of a column of categories: as a dictionary has them, otherwise sorted."""
     if arrow().types.is_dictionary(column.type):

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -51,7 +50,7 @@ _QUOTED = {
 }
 _LARGE = re.compile(r"(?<![\w.])[-+]?\d{16,}(?![\w.])")
 # The longest line of a file in bytes.
-_LINE = 16 << 20
+LINE_BYTES = 16 << 20
 # Values of other types than numbers and texts that are Python objects at the same time.
 _BLOCK = 1 << 16
 
@@ -128,7 +127,7 @@ class TableFile:
 
     def _unpacked(self, data: bytes, compression: str) -> bytes:
         stream, parts, nbytes = arrow().CompressedInputStream(arrow().BufferReader(data), compression), [], 0
-        while part := stream.read(_LINE):
+        while part := stream.read(LINE_BYTES):
             nbytes += len(part)
             check_expanded("it", nbytes, len(data))
             parts.append(part)
@@ -167,6 +166,8 @@ class TableFile:
                     table = reader.read_csv(stream, *self._csv_options(), convert)
                 except arrow().ArrowInvalid:  # in one thread, the message has the row
                     table = reader.read_csv(self._open(), *self._csv_options(threads=False), convert)
+            if columns is None:
+                self._check_texts(table)
         # A text that looks like a date is a text.
         if dates := {each.name: arrow().string() for each in table.schema if arrow().types.is_temporal(each.type)}:
             return self.read(columns, {**types, **dates})
@@ -175,12 +176,25 @@ class TableFile:
                 table = table.set_column(at, name, self._exact(name, table.column(at)))
         return table
 
+    def _check_texts(self, table: Any) -> None:
+        """Raise ``ValueError`` for texts that are not UTF-8, and for a quotation mark that is not closed."""
+        table.validate(full=True)
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            for row, value in enumerate(column.to_pylist() if arrow().types.is_binary(column.type) else ()):
+                if value is not None and "\ufffd" in value.decode(errors="replace"):
+                    at = self._before[0] + row
+                    raise ValueError(f"row {at} (the first is 0) of column {name!r} has {value[:80]!r}, no utf-8")
+        end = bytes((self._data or b"")[-80:]).rstrip()
+        if self.has_empty_cells and len(table) and "\n" in str(column[-1]) and not end.endswith(b'"'):
+            at = self._before[0] + len(table) - 1
+            raise ValueError(f"row {at} (the first is 0) has a quotation mark that is not closed in column {name!r}")
+
     def _read_lines(self, stream: Any, columns: list[str] | None, types: Mapping[str, Any]) -> Any:
         reader = arrow("pyarrow.json")
         # A column with values of several types is an error only if some type has to be inferred.
         others = "ignore" if columns is not None and types.keys() >= set(columns) else "infer"
         parsing = reader.ParseOptions(arrow().schema(types.items()), unexpected_field_behavior=others)
-        blocks = reader.ReadOptions(block_size=_LINE)
+        blocks = reader.ReadOptions(block_size=LINE_BYTES)
         try:
             found = reader.read_json(stream, blocks, parsing)
             return found if columns is None else found.select(columns)
@@ -212,14 +226,14 @@ class TableFile:
             if row is None:
                 return floats
             raise ValueError(
-                f"{self.name}: row {row} (the first is 0) has {cells[row]} in {name!r}, and no type of numbers holds "
-                f"this and the other values exactly: write them as texts"
+                f"{self.name}{': ' * bool(self.name)}row {self._before[0] + row} (the first is 0) has {cells[row]} in "
+                f"{name!r}, and no type of numbers holds this and the other values exactly: write them as texts"
             ) from None
 
     def _csv_options(self, threads: bool = True) -> tuple[Any, Any]:
         reader = arrow("pyarrow.csv")
         parsing = reader.ParseOptions(delimiter=self._delimiter, newlines_in_values=True)
-        return reader.ReadOptions(use_threads=threads, block_size=_LINE, column_names=self._header), parsing
+        return reader.ReadOptions(use_threads=threads, block_size=LINE_BYTES, column_names=self._header), parsing
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -230,13 +244,20 @@ class TableFile:
         except (arrow().ArrowException, ValueError, EOFError, OSError) as error:
             if isinstance(error, OSError) and (error.errno or error.filename is not None):
                 raise
-            reason: Exception = error
+            rows, lines = self._before
+            reason = re.sub(r"(?<=Row #)\d+", lambda row: str(rows + bool(self._header) + int(row[0])), str(error))
+            if "utf-8" in reason or bytes((self._data or b"")[:2]) in (b"\xff\xfe", b"\xfe\xff"):
+                reason += '; of another encoding pass Table(pandas.read_csv(path, encoding="cp1252")), or "utf-16"'
+            elif "Expected" in reason and self._format != "jsonl":
+                reason += (
+                    '; of another separator pass Table(pandas.read_csv(path, sep=";")), and write commas in "quotes"'
+                )
             if self._format == "jsonl" and isinstance(error, ValueError):
                 try:
-                    deque(_objects(self._open()), 0)
+                    _check_kinds(_objects(self._open(), lines + 1), rows)
                 except ValueError as wrong:
-                    reason = wrong
-            raise ValueError(f"{self.name}: {reason}") from None
+                    reason = str(wrong)
+            raise ValueError(f"{self.name}: {reason}" if self.name else reason) from None
 
 
 def _largest(column: Any) -> float:
@@ -249,15 +270,32 @@ def _largest(column: Any) -> float:
     return compute.max(compute.abs(column)).as_py() or 0.0 if arrow().types.is_floating(column.type) else 0.0
 
 
-def _objects(stream: Any) -> Iterator[dict[str, Any]]:
+def _check_kinds(rows: Iterator[dict[str, Any]], first_row: int) -> None:
+    """Raise ``ValueError`` for a line that is no JSON object, or has a value of another kind than the lines before."""
+    kinds: dict[str, tuple[str, Any]] = {}
+    for at, row in enumerate(rows, first_row):
+        for name, value in row.items():
+            kind = {int: "number", float: "number"}.get(type(value), type(value).__name__)
+            first, before = kinds.setdefault(name, (kind, value)) if value is not None else (kind, value)
+            if first != kind:
+                raise ValueError(
+                    f"row {at} (the first is 0) of column {name!r} has {value!r:.80}, and rows before have values such "
+                    f"as {before!r:.80}: write the values of a column as one type"
+                )
+
+
+def _objects(stream: Any, first: int = 1) -> Iterator[dict[str, Any]]:
     with io.BufferedReader(stream) as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines, first):
             try:
                 found = json.loads(text) if (text := line.decode("utf-8-sig").strip()) else {}
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
             if not isinstance(found, dict):
-                raise ValueError(f"line {number} is no JSON object; each line of JSON Lines is one")
+                raise ValueError(
+                    f"line {number} is no JSON object; each line of JSON Lines is one. One array of objects is read by "
+                    f"Table(pandas.read_json(path))"
+                )
             if text:
                 yield found
 

@@ -20,7 +20,7 @@ from aiofeed.shards.arrow import arrow
 from aiofeed.shards.parquet import as_list
 from aiofeed.shards.urls import ShardFinder
 from aiofeed.tables.columns import Columns, GatheredLists, ListColumn, NumberColumn, ValueColumn, take_rows
-from aiofeed.tables.filled import coded, filled, is_text, values_of
+from aiofeed.tables.filled import coded, filled, is_text, odd_number, values_of
 from aiofeed.tables.table import MEMORY_SHARE, GatheredTable, check_columns
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ class MemoryTable(GatheredTable):
         if column.column.null_count:
             row = arrow("pyarrow.compute").index(column.column.is_null(), True).as_py()
             return f". The first null is in row {row} (the first is 0), and fill= replaces nulls"
-        return '. categories="codes" makes numbers of texts' * is_text(column.column.type)
+        if not is_text(column.column.type):
+            return ""
+        return f'. categories="codes" makes numbers of texts{odd_number(name, column.column)}'
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out views of the table; a file is mapped again."""
