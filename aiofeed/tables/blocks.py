@@ -41,7 +41,9 @@ class BlockFile:
             for rows, first in zip(self.rows, np.cumsum([0, *self.rows]), strict=False)
         ]
         self.types: Any = _common_types(dict(zip(places, schemas, strict=True)), file.has_empty_cells)
-        self.file, self.index, self.schema = file, index, self
+        self.file: TableFile = file
+        self.index: ShardIndex = index
+        self.schema: Self = self
         self.num_row_groups: int = len(found)
         self.num_columns: int = sum(map(leaf_count, self.types.types))
 
@@ -110,10 +112,13 @@ async def named_files(finder: ShardFinder, paths: Any) -> list[str]:
     """Return paths and URLs, and those of the files that are found by globs and braces."""
     found: list[str] = []
     for path in map(os.fspath, [paths] if isinstance(paths, str | os.PathLike) else paths):
-        is_pattern = any(mark in path for mark in "*?[{") and not os.path.exists(path)
-        shards = await finder.find(path) if is_pattern else ()
-        found += [shard.key if shard.local else shard.url for shard in shards] if is_pattern else [path]
+        shards = await finder.find(path) if _is_pattern(path) else []
+        found += [shard.key if shard.local else shard.url for shard in shards] or [path]
     return found
+
+
+def _is_pattern(path: str) -> bool:
+    return any(mark in path for mark in "*?[{") and not os.path.exists(path)
 
 
 def _scan(file: TableFile, size: int, _: Any) -> Scan:

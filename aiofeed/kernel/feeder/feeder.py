@@ -30,7 +30,7 @@ from aiofeed.kernel.runtime.threads import JOIN_S
 from aiofeed.kernel.sampling.progress import Checkpoint, Trail
 
 if TYPE_CHECKING:
-    from typing import Required, TypeAlias, TypedDict, Unpack, overload
+    from typing import Required, TypeAlias, Unpack, overload
 
     import torch
     import typing_extensions
@@ -76,7 +76,10 @@ if TYPE_CHECKING:
         Literal["thread", "process", "process:2", "process:4", "process:8", "process:16", "ray"] | Processes | RayEngine
     )
 
-    class _Options(TypedDict, total=False):
+    class NoSuchArgument:
+        """What an argument of another name would have to be, so that pyright names it in place of all overloads."""
+
+    class _Options(typing_extensions.TypedDict, total=False, extra_items=NoSuchArgument):  # type: ignore[call-arg]
         """Arguments of ``Feeder`` that do not change the type of its batches."""
 
         batch_size: int | Plan | None
