@@ -173,8 +173,7 @@ class ParquetRows(Shards):
             if is_text(tail.lstrip(bytes(range(0x80, 0xC0))), least=1):
                 raise ValueError(
                     "this is text, and not a Parquet file: for a list of paths pass aiofeed.Manifest(path); for rows, "
-                    "Table(pyarrow.csv.read_csv(path)), Table(pyarrow.json.read_json(path)) for lines of JSON, or a "
-                    "dataset of datasets.load_dataset"
+                    "name it .csv, .tsv or .jsonl for aiofeed.Table, or pass Table(pandas.read_csv(path, sep=...))"
                 )
             raise ValueError("this is not a Parquet file, or it is truncated or encrypted")
         check_expanded("the footer", length, 0)

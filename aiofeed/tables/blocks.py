@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, Self
-
-import numpy as np
 
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.index import ShardIndex, ranges_of, with_labels
@@ -20,8 +18,8 @@ from aiofeed.tables.manifest import LINE_BYTES, TableFile
 from aiofeed.tables.stored import ParquetTable
 from aiofeed.tables.table import check_columns
 
-# A block is parsed in some 20 ms, and takes as much memory as a small row group.
-BLOCK_BYTES = 8 << 20
+# A block is parsed in some 50 ms, and takes as much memory as a usual row group.
+BLOCK_BYTES = LINE_BYTES
 
 
 class BlockFile:
@@ -33,18 +31,15 @@ class BlockFile:
     """
 
     def __init__(self, file: TableFile, index: ShardIndex) -> None:
-        found = [json.loads(label) for label in index.labels or ()]
-        self.rows: list[int] = [each["rows"] for each in found]
-        schemas = [arrow().ipc.read_schema(arrow().py_buffer(bytes.fromhex(each["types"]))) for each in found]
-        places = [
-            f"the {rows} rows from row {first}"
-            for rows, first in zip(self.rows, np.cumsum([0, *self.rows]), strict=False)
-        ]
-        self.types: Any = _common_types(dict(zip(places, schemas, strict=True)), file.has_empty_cells)
+        labels = list(index.labels or ())
+        self.rows: list[int] = [int.from_bytes(label[:8], "little") for label in labels]
+        schemas = [arrow().ipc.read_schema(arrow().py_buffer(label[8:])) for label in labels]
+        places = [f"the rows from {first} on" for first in accumulate(self.rows[:-1], initial=0)]
+        self.types: Any = _common_types(list(zip(places, schemas, strict=False)), file.has_empty_cells)
         self.file: TableFile = file
         self.index: ShardIndex = index
         self.schema: Self = self
-        self.num_row_groups: int = len(found)
+        self.num_row_groups: int = len(labels)
         self.num_columns: int = sum(map(leaf_count, self.types.types))
 
     def to_arrow_schema(self) -> Any:
@@ -71,15 +66,12 @@ class BlockTable(ParquetTable):
 
     async def _open_all(self, finder: ShardFinder, urls: Urls) -> list[Shard]:
         shards = await super()._open_all(finder, urls)
-        types = _common_types({shard.url: shard.extra.metadata.types for shard in shards}, text=False)
+        types = _common_types([(shard.url, shard.extra.metadata.types) for shard in shards], text=False)
         for found in (shard.extra for shard in shards):
             found.metadata.types = arrow().schema([types.field(name) for name in found.metadata.types.names])
             for name, column in found.targets.items():
-                found.targets[name] = (
-                    arrow()
-                    .chunked_array([column] if isinstance(column, np.ndarray) else column.chunks)
-                    .cast(types.field(name).type)
-                )
+                column = arrow().chunked_array(getattr(column, "chunks", [column]))
+                found.targets[name] = column.cast(types.field(name).type)
         return shards
 
     async def _footer(self, shard: Shard) -> tuple[Any, bool]:
@@ -123,48 +115,40 @@ def _is_pattern(path: str) -> bool:
 
 def _scan(file: TableFile, size: int, _: Any) -> Scan:
     """Find the blocks of a file, their rows and their types."""
-    at, rows, lines, nbytes, header, table = 0, 0, 0, BLOCK_BYTES, None, None
+    at, rows, lines, header, table = 0, 0, 0, None, None
     bounds, labels = [0], list[bytes | None]()
     while at < size:
-        data = yield at, min(at + nbytes, size)
+        data = yield at, min(at + BLOCK_BYTES, size)
         end = len(data) if at + len(data) == size else file.row_end(data)
         if not end:
-            if (nbytes := 2 * nbytes) > LINE_BYTES:
-                raise ValueError(
-                    f"row {rows} (the first is 0) has more than {LINE_BYTES} bytes, or an open quotation mark"
-                )
-            continue
+            raise ValueError(f"row {rows} (the first is 0) is longer than 16 MiB: is a quotation mark not closed?")
         part = file.part(data[:end], header, rows, lines)
         table = part.read(None, {}) if table is None or data[:end].strip() else table[:0]
         check_columns("its first line", table.column_names, table.column_names)
         header = table.column_names if file.has_empty_cells else None
-        types = table.schema.serialize().to_pybytes().hex()
-        labels.append(json.dumps({"rows": len(table), "types": types}).encode())
-        at, rows, lines, nbytes = at + end, rows + len(table), lines + data.count(b"\n", 0, end), BLOCK_BYTES
+        labels.append(len(table).to_bytes(8, "little") + table.schema.serialize().to_pybytes())
+        at, rows, lines = at + end, rows + len(table), lines + data.count(b"\n", 0, end)
         bounds.append(at)
     return with_labels(ranges_of(bounds[:-1], bounds[1:]), labels)
 
 
-def _common_types(schemas: Mapping[str, Any], text: bool) -> Any:
+def _common_types(schemas: Sequence[tuple[str, Any]], text: bool) -> Any:
     """Return types that hold the columns of all places; if none does, texts if ``text``.
 
     Raises:
         ValueError: There is no common type.
     """
-    fields, names = [], dict.fromkeys(name for schema in schemas.values() for name in schema.names)
+    fields, names = [], dict.fromkeys(name for _, schema in schemas for name in schema.names)
     for name in names:
-        kinds = {schema.field(name).type: place for place, schema in reversed(schemas.items()) if name in schema.names}
+        kinds = {schema.field(name).type: place for place, schema in reversed(schemas) if name in schema.names}
         if arrow().uint64() in kinds:
             kinds.pop(arrow().int64(), None)  # pyarrow would take int64 for both
         try:
-            fields += arrow().unify_schemas(
-                [arrow().schema([(name, kind)]) for kind in kinds], promote_options="permissive"
-            )
+            each = [arrow().schema([(name, kind)]) for kind in kinds]
+            fields += arrow().unify_schemas(each, promote_options="permissive")
         except arrow().ArrowException:
             if not text:
-                each = " and ".join(
-                    f"{kind} in {place}" for kind, place in kinds.items() if not arrow().types.is_null(kind)
-                )
-                raise ValueError(f"column {name!r} has {each}: write its values as one type") from None
+                found = " and ".join(f"{kind} in {place}" for kind, place in kinds.items())
+                raise ValueError(f"column {name!r} has {found}: write its values as one type") from None
             fields.append(arrow().field(name, arrow().binary() if arrow().binary() in kinds else arrow().string()))
     return arrow().schema(fields)

@@ -29,10 +29,8 @@ def odd_number(name: str, column: Any) -> str:
     row = compute.index(others, True).as_py()
     if row < 0 or (compute.mean(alike).as_py() or 0) < 1 / 2:
         return ""
-    return (
-        f"; row {row} (the first is 0) has {plain[row].as_py()!r:.80}, which is no number, and most rows are numbers: "
-        f'Table(pandas.read_csv(path, decimal=",")) reads such texts, or thousands=",", or na_values=[...]'
-    )
+    way = 'pass Table(pandas.read_csv(path, decimal=",")), or thousands=",", or na_values=[...]'
+    return f"; row {row} (the first is 0) has {plain[row].as_py()!r:.80} among numbers: {way}"
 
 
 def values_of(column: Any) -> list[Any]:

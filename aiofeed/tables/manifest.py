@@ -74,6 +74,7 @@ class TableFile:
     # Of a part of a file: the columns, if its first line has them not, and the rows and lines before it.
     _header: Sequence[str] | None = None
     _before: tuple[int, int] = (0, 0)
+    _data: Any = None
 
     def __init__(
         self, path: str, format: str | None, store: Any, options: Mapping[str, Any] | None, whole: bool = True
@@ -180,14 +181,12 @@ class TableFile:
         """Raise ``ValueError`` for texts that are not UTF-8, and for a quotation mark that is not closed."""
         table.validate(full=True)
         for name, column in zip(table.column_names, table.columns, strict=True):
-            for row, value in enumerate(column.to_pylist() if arrow().types.is_binary(column.type) else ()):
-                if value is not None and "\ufffd" in value.decode(errors="replace"):
-                    at = self._before[0] + row
-                    raise ValueError(f"row {at} (the first is 0) of column {name!r} has {value[:80]!r}, no utf-8")
-        end = bytes((self._data or b"")[-80:]).rstrip()
-        if self.has_empty_cells and len(table) and "\n" in str(column[-1]) and not end.endswith(b'"'):
-            at = self._before[0] + len(table) - 1
-            raise ValueError(f"row {at} (the first is 0) has a quotation mark that is not closed in column {name!r}")
+            for row, value in enumerate(column if arrow().types.is_binary(column.type) else (), self._before[0]):
+                if "\ufffd" in (text := (value.as_py() or b"").decode(errors="replace")):
+                    raise ValueError(f"row {row} (the first is 0) of column {name!r} has {text!r:.80}, no utf-8")
+        closed = bytes((self._data or b"")[-80:]).rstrip().endswith(b'"')
+        if self.has_empty_cells and len(table) and "\n" in str(column[-1]) and not closed:
+            raise ValueError(f"column {name!r} has {str(column[-1])!r:.80} in the last row, of an open quotation mark")
 
     def _read_lines(self, stream: Any, columns: list[str] | None, types: Mapping[str, Any]) -> Any:
         reader = arrow("pyarrow.json")
@@ -272,16 +271,13 @@ def _largest(column: Any) -> float:
 
 def _check_kinds(rows: Iterator[dict[str, Any]], first_row: int) -> None:
     """Raise ``ValueError`` for a line that is no JSON object, or has a value of another kind than the lines before."""
-    kinds: dict[str, tuple[str, Any]] = {}
+    kinds: dict[str, tuple[type, Any]] = {}
     for at, row in enumerate(rows, first_row):
         for name, value in row.items():
-            kind = {int: "number", float: "number"}.get(type(value), type(value).__name__)
-            first, before = kinds.setdefault(name, (kind, value)) if value is not None else (kind, value)
-            if first != kind:
-                raise ValueError(
-                    f"row {at} (the first is 0) of column {name!r} has {value!r:.80}, and rows before have values such "
-                    f"as {before!r:.80}: write the values of a column as one type"
-                )
+            kind = float if type(value) is int else type(value)
+            if value is not None and (before := kinds.setdefault(name, (kind, value)))[0] is not kind:
+                place = f"row {at} (the first is 0) of column {name!r}"
+                raise ValueError(f"{place} has {value!r:.80}, and rows before {before[1]!r:.80}: write one type")
 
 
 def _objects(stream: Any, first: int = 1) -> Iterator[dict[str, Any]]:

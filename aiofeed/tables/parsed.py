@@ -33,17 +33,14 @@ class ParsedTable(MemoryTable):
             files = list(map(finder.shard, run_blocking(partial(named_files, finder, table))))
             run_blocking(lambda: run_all([file.open() for file in files]))
             nbytes, room = PARSED_SHARE * sum(file.size for file in files), machine.rank_memory() // MEMORY_SHARE
-            packed = next((file.url for file in files if PurePath(file.key).suffix.lower() in PACKED), None)
-            needs = (
-                f"{packed or files[0].url}: to parse it needs {format_bytes(nbytes)}, and half of the free memory of "
-                f"this rank is {format_bytes(room)}"
-            )
-            if in_memory and nbytes > room:
-                raise ValueError(f"{needs}: leave in_memory=True out, so that blocks are read")
-            if in_memory is False or nbytes > room:
-                if packed is not None:
-                    why = needs if nbytes > room else f"{packed}: in_memory=False"
-                    raise ValueError(f"{why}, and no block of a compressed file can be read alone. {_CONVERT}")
+            packed = any(PurePath(file.key).suffix.lower() in PACKED for file in files)
+            in_blocks = in_memory is False or nbytes > room
+            if in_blocks and (in_memory or packed):
+                raise ValueError(
+                    f"{files[0].url}: to parse it needs {format_bytes(nbytes)}, half of this rank's free memory is "
+                    f"{format_bytes(room)}, and in_memory={in_memory}. {_CONVERT if packed else _IN_BLOCKS}"
+                )
+            if in_blocks:
                 return object.__new__(_load_addon("BlockTable", "Table"))
         return object.__new__(cls)
 
@@ -62,8 +59,9 @@ class ParsedTable(MemoryTable):
             raise ValueError(f"{names[0]} and other files differ in their columns: {error}") from None
 
 
+_IN_BLOCKS = "Without in_memory=True it is read in blocks"
 _CONVERT = (
-    "Decompress it, or write Parquet, which is read by parts; two lines do it: `import pyarrow.dataset as ds` and "
+    "Compressed files are not read in blocks: decompress it, or write Parquet by `import pyarrow.dataset as ds` and "
     '`ds.write_dataset(ds.dataset("train.csv.gz", format="csv"), "folder", format="parquet")`, format="json" for JSON '
     'Lines; then Table("folder/*.parquet")'
 )
