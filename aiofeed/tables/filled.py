@@ -49,7 +49,9 @@ def coded(name: str, column: Any, values: Sequence[Any], fill: Any) -> Any:
     """
     compute, plain = arrow("pyarrow.compute"), _plain(column)
     try:
-        known = arrow().array(values, plain.type)
+        is_empty = arrow().types.is_null(plain.type)  # as a row without the value has it
+        known = arrow().array(values, None if is_empty else plain.type)
+        plain = plain.cast(known.type) if is_empty else plain
     except (arrow().ArrowException, TypeError) as error:
         raise ValueError(f"categories of column {name!r}, which has the type {plain.type}: {error}") from None
     if isinstance(fill, str):
@@ -80,6 +82,8 @@ def filled(name: str, column: Any, value: Any) -> Any:
             return np.where(np.isnan(column), np.asarray(value, column.dtype), column)
         if arrow().types.is_floating(column.type):
             column = compute.if_else(compute.is_nan(column), None, column)
+        if arrow().types.is_null(column.type):
+            column = column.cast(arrow().scalar(value).type)
         return compute.fill_null(column, arrow().scalar(value, column.type))
     except (arrow().ArrowException, TypeError, ValueError) as error:
         kind = column.dtype if isinstance(column, np.ndarray) else column.type

@@ -45,9 +45,7 @@ _OUTWARD = rf"{_URL}|^$|\x00|%00|%2[eEfF]|%5[cC]|^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.
 # Floats have all whole numbers up to this one, and not those of 16 digits.
 _EXACT = 1 << 53
 # A field in quotation marks, in which these are doubled; one that is not closed ends with the bytes.
-_QUOTED = {
-    delimiter: re.compile(rb'(?<![^%b\r\n])"[^"]*(?:""[^"]*)*(?:"|\Z)' % delimiter.encode()) for delimiter in ",\t"
-}
+_QUOTED = rb'(?<![^%b\r\n])"[^"]*(?:""[^"]*)*(?:"|\Z)'
 _LARGE = re.compile(r"(?<![\w.])[-+]?\d{16,}(?![\w.])")
 # The longest line of a file in bytes.
 LINE_BYTES = 16 << 20
@@ -123,7 +121,7 @@ class TableFile:
     def row_end(self, data: bytes) -> int:
         """Return where the last row ends that bytes from the beginning of a row have whole; 0 if none does."""
         if self.has_empty_cells and b'"' in data:
-            data = _QUOTED[self._delimiter].sub(lambda field: b" " * len(field[0]), data)
+            data = re.sub(_QUOTED % self._delimiter.encode(), lambda field: b" " * len(field[0]), data)
         return data.rfind(b"\n") + 1
 
     def _unpacked(self, data: bytes, compression: str) -> bytes:
@@ -248,9 +246,7 @@ class TableFile:
             if "utf-8" in reason or bytes((self._data or b"")[:2]) in (b"\xff\xfe", b"\xfe\xff"):
                 reason += '; of another encoding pass Table(pandas.read_csv(path, encoding="cp1252")), or "utf-16"'
             elif "Expected" in reason and self._format != "jsonl":
-                reason += (
-                    '; of another separator pass Table(pandas.read_csv(path, sep=";")), and write commas in "quotes"'
-                )
+                reason += '; of another separator pass Table(pandas.read_csv(path, sep=";"))'
             if self._format == "jsonl" and isinstance(error, ValueError):
                 try:
                     _check_kinds(_objects(self._open(), lines + 1), rows)
@@ -289,8 +285,7 @@ def _objects(stream: Any, first: int = 1) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"line {number}: {error}") from None
             if not isinstance(found, dict):
                 raise ValueError(
-                    f"line {number} is no JSON object; each line of JSON Lines is one. One array of objects is read by "
-                    f"Table(pandas.read_json(path))"
+                    f"line {number} is no JSON object; Table(pandas.read_json(path)) takes one array of these"
                 )
             if text:
                 yield found

@@ -38,7 +38,7 @@ class ParsedTable(MemoryTable):
             if in_blocks and (in_memory or packed):
                 raise ValueError(
                     f"{files[0].url}: to parse it needs {format_bytes(nbytes)}, half of this rank's free memory is "
-                    f"{format_bytes(room)}, and in_memory={in_memory}. {_CONVERT if packed else _IN_BLOCKS}"
+                    f"{format_bytes(room)}, and in_memory={in_memory}. {_CONVERT if packed else 'Leave in_memory= out'}"
                 )
             if in_blocks:
                 return object.__new__(_load_addon("BlockTable", "Table"))
@@ -59,7 +59,6 @@ class ParsedTable(MemoryTable):
             raise ValueError(f"{names[0]} and other files differ in their columns: {error}") from None
 
 
-_IN_BLOCKS = "Without in_memory=True it is read in blocks"
 _CONVERT = (
     "Compressed files are not read in blocks: decompress it, or write Parquet by `import pyarrow.dataset as ds` and "
     '`ds.write_dataset(ds.dataset("train.csv.gz", format="csv"), "folder", format="parquet")`, format="json" for JSON '

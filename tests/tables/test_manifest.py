@@ -313,7 +313,7 @@ CSV = b"path,label,at,size\n"
         ("m.txt", b"path\na\n", {}, r"the suffix of 'm.txt' is none of csv, tsv, jsonl and parquet"),
         ("m.jsonl", b'{"path": "a"}\n\n{"path": "b"\n', {}, r"m.jsonl: line 3: Expecting ',' delimiter"),
         ("m.jsonl", b'{"path": "a"}\n\xff\n', {}, r"m.jsonl: line 2: .*can't decode"),
-        ("m.json", b'[{"path": "a"}]', {}, r"m.json: line 1 is no JSON object; each line of JSON Lines is one"),
+        ("m.json", b'[{"path": "a"}]', {}, r"m.json: line 1 is no JSON object"),
         ("m.jsonl", b'{"path": "a"}\n{"path": null}\n', {}, r"row 1 .* has no 'path'"),
         ("m.jsonl", b'{"path": "a"}\n{"p": "b"}\n', {}, r"row 1 .* has no 'path'"),
         ("m.jsonl", b'{"path": "a"}\n{"path": 1}\n', {}, r"m.jsonl: row 1 .*path.* has 1"),

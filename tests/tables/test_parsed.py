@@ -138,6 +138,9 @@ def test_categories_are_kept() -> None:
     assert batch["city"].tolist() == [1, 9, 9]
     [batch] = Feeder(Table(other[::2], categories=saved, fill={"city": "Rome"}), batch_size=3)
     assert batch["city"].tolist() == [1, 2]
+    one = pandas.DataFrame([{"city": None, "n": None}])  # as a server gets it
+    [batch] = Feeder(Table(one, categories=saved, fill={"city": 9, "n": 0.5}), batch_size=1)
+    assert (batch["city"].tolist(), batch["n"].tolist()) == ([9], [0.5])
     with pytest.raises(ValueError, match=r"row 2 .*'city' has None"):
         Table(pandas.DataFrame(ROWS), categories="codes")
     [batch] = Feeder(Table(frame, ["n"], categories={"n": list(range(40))[::-1]}), batch_size=40)
@@ -230,6 +233,10 @@ def test_wrong_arguments_say_what_to_do(tmp_path: Path, monkeypatch: pytest.Monk
         Feeder(Table(pa.table({"city": ["a", "b"]})), batch_size=2)
     with pytest.raises(ValueError, match=r"x\.csv: fill= of column 'age'"):
         Table(tmp_path / "x.csv", fill={"age": "none"})
+    with pytest.raises(TypeError, match=r"fill=. must be a dict"):
+        Table(tmp_path / "x.csv", fill=0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"sep=';'.*read_csv"):
+        Table(tmp_path / "x.csv", sep=";")  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"there is no column 'ages'"):
         Table(tmp_path / "x.csv", fill={"ages": 1})
     with pytest.raises(TypeError, match=r"categories=.* \"codes\""):
@@ -245,7 +252,7 @@ def test_wrong_arguments_say_what_to_do(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "rank_memory", lambda: 100)
     with pytest.raises(ValueError, match=r"to parse it needs .* is 50 .*write_dataset"):
         Table(tmp_path / "x.csv.gz")
-    with pytest.raises(ValueError, match=r"to parse it needs .* is 50 .*Without in_memory=True"):
+    with pytest.raises(ValueError, match=r"to parse it needs .* is 50 .*Leave in_memory= out"):
         Table(tmp_path / "x.csv", in_memory=True)
     assert len(Table(tmp_path / "x.csv")) == len(ROWS)
     with pytest.raises(ValueError, match=r"decode="):
