@@ -38,7 +38,7 @@ class BlockFile:
         self.types: Any = _common_types(list(zip(places, schemas, strict=False)), file.has_empty_cells)
         self.file: TableFile = file
         self.index: ShardIndex = index
-        self.schema: Self = self
+        self.schema: BlockFile = self
         self.num_row_groups: int = len(labels)
         self.num_columns: int = sum(map(leaf_count, self.types.types))
 
@@ -68,7 +68,8 @@ class BlockTable(ParquetTable):
         shards = await super()._open_all(finder, urls)
         types = _common_types([(shard.url, shard.extra.metadata.types) for shard in shards], text=False)
         for found in (shard.extra for shard in shards):
-            found.metadata.types = arrow().schema([types.field(name) for name in found.metadata.types.names])
+            fields = [types.field(own.name).with_metadata(own.metadata) for own in found.metadata.types]
+            found.metadata.types = arrow().schema(fields)
             for name, column in found.targets.items():
                 column = arrow().chunked_array(getattr(column, "chunks", [column]))
                 found.targets[name] = column.cast(types.field(name).type)
@@ -87,6 +88,10 @@ class BlockTable(ParquetTable):
     def gathered_bytes(self) -> float:
         """Bytes of a row in its file."""
         return sum(shard.size for shard in self._shards) / len(self)
+
+    def _way_out(self, name: str) -> str:
+        notes = [shard.extra.metadata.types.field(name).metadata for shard in self._shards]
+        return next((f". It has {note[b'kinds'].decode()}" for note in notes if note), "")
 
     async def _parts_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> Any:
         return (await shard.read(self._chunks_of(shard, group, chosen)))[0]
@@ -147,8 +152,8 @@ def _common_types(schemas: Sequence[tuple[str, Any]], text: bool) -> Any:
             each = [arrow().schema([(name, kind)]) for kind in kinds]
             fields += arrow().unify_schemas(each, promote_options="permissive")
         except arrow().ArrowException:
+            found = " and ".join(f"{kind} in {place}" for kind, place in kinds.items())
             if not text:
-                found = " and ".join(f"{kind} in {place}" for kind, place in kinds.items())
                 raise ValueError(f"column {name!r} has {found}: write its values as one type") from None
-            fields.append(arrow().field(name, arrow().binary() if arrow().binary() in kinds else arrow().string()))
+            fields.append(arrow().field(name, arrow().string(), metadata={"kinds": found}))
     return arrow().schema(fields)

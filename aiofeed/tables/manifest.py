@@ -45,7 +45,7 @@ _OUTWARD = rf"{_URL}|^$|\x00|%00|%2[eEfF]|%5[cC]|^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.
 # Floats have all whole numbers up to this one, and not those of 16 digits.
 _EXACT = 1 << 53
 # A field in quotation marks, in which these are doubled; one that is not closed ends with the bytes.
-_QUOTED = rb'(?<![^%b\r\n])"[^"]*(?:""[^"]*)*(?:"|\Z)'
+_QUOTED = rb'"(?<![^%b\r\n]")[^"]*(?:""[^"]*)*(?:"|\Z)'
 _LARGE = re.compile(r"(?<![\w.])[-+]?\d{16,}(?![\w.])")
 # The longest line of a file in bytes.
 LINE_BYTES = 16 << 20
@@ -182,7 +182,7 @@ class TableFile:
             for row, value in enumerate(column if arrow().types.is_binary(column.type) else (), self._before[0]):
                 if "\ufffd" in (text := (value.as_py() or b"").decode(errors="replace")):
                     raise ValueError(f"row {row} (the first is 0) of column {name!r} has {text!r:.80}, no utf-8")
-        closed = bytes((self._data or b"")[-80:]).rstrip().endswith(b'"')
+        closed = bytes((self._data or b"")[-80:]).rstrip()[-1:] in (b"", b'"')
         if self.has_empty_cells and len(table) and "\n" in str(column[-1]) and not closed:
             raise ValueError(f"column {name!r} has {str(column[-1])!r:.80} in the last row, of an open quotation mark")
 

@@ -67,7 +67,8 @@ class Table(GroupedSource):
             ``IterableDataset``, which is read in its order as a ``Stream`` is; an Arrow table, or any object that
             exports one, as those of polars and DuckDB; a pandas ``DataFrame``; a NumPy structured array; a Lance
             dataset; the path of an ``.arrow`` file, which is mapped, or of a ``.lance`` dataset; CSV or JSON Lines
-            files, also compressed ones; or Parquet files, as for ``ParquetRows``: paths, URLs, globs and braces. It is referenced, not copied: do not change it.
+            files, also compressed ones; or Parquet files, as for ``ParquetRows``: paths, URLs, globs and braces. It is
+            referenced, not copied: do not change it.
         columns: The columns. Default: all.
         data: The column whose value is the sample, or ``decode=`` gets, in place of a row.
         target: The column of the target, or several for a dict; a sample is then ``(decoded, target)``, and without

@@ -159,3 +159,12 @@ def test_errors_of_later_blocks(tmp_path: Path, name: str, lines: list[str], mes
     (tmp_path / name).write_bytes("\n".join(lines).encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message):
         Table(tmp_path / name, in_memory=False)
+
+
+def test_a_text_among_numbers(tmp_path: Path) -> None:
+    """The rows of its block are named."""
+    (tmp_path / "x.csv").write_text("a,b\n" + "1,2\n" * 100 + 'none,"12,5"\n')
+    with pytest.raises(
+        TypeError, match=r"'a' has the type string.*string in the rows from 60 on and int64 in the rows"
+    ):
+        Feeder(Table(tmp_path / "x.csv", in_memory=False), batch_size=2)

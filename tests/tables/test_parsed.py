@@ -51,6 +51,7 @@ FILES: dict[str, bytes] = {
     "x.tsv": CSV.replace(",", "\t").encode(),
     "x.jsonl": LINES.encode(),
     "x.ndjson": LINES.encode(),
+    "x.json": LINES.encode(),
     "x.json.gz": gzip.compress(LINES.encode()),
 }
 
@@ -207,6 +208,7 @@ CORRECT: dict[str, tuple[str, dict[str, list[Any]]]] = {
     "blank lines": ("a,b\n1,2\n\n3,4\n\n\n", {"a": [1, 3], "b": [2, 4]}),
     "bools": ("a,b\ntrue,1\nFalse,0\n", {"a": [True, False], "b": [1, 0]}),
     "quotes": ('a,b\n"x, ""y""\nz",2\n5" pipe,3\n', {"a": ['x, "y"\nz', '5" pipe'], "b": [2, 3]}),
+    "a quote at the end": ('a\n"x\ny"\n"x\nz"' + "\n" * 99, {"a": ["x\ny", "x\nz"]}),
     "missing": ("a,b\n,x\nNA,\n1,NA\n", {"a": [None, None, 1], "b": ["x", None, None]}),
     "dates": ("a\n2020-01-01\n2020-01-02\n", {"a": ["2020-01-01", "2020-01-02"]}),
     "large": ("a\n9223372036854775808\n1\n", {"a": [9223372036854775808, 1]}),
