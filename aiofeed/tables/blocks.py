@@ -50,6 +50,10 @@ class BlockFile:
         """Return the number of rows of a block."""
         return SimpleNamespace(num_rows=self.rows[block])
 
+    def column(self, _: int) -> Any:
+        """Return the path of a column chunk: fields of structs have no names of their own here."""
+        return SimpleNamespace(path="")
+
     def parsed(self, block: int, data: Any, chosen: Sequence[int]) -> Any:
         """Return the table of columns of a block, by the numbers of their column chunks."""
         fields = [field for field in self.types if set(leaves(self, [field.name])).intersection(chosen)]

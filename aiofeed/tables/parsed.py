@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -31,7 +32,8 @@ class ParsedTable(MemoryTable):
         if table is not None:  # of a copy in another process
             finder = ShardFinder(storage.get("store"), storage.get("options"))
             files = list(map(finder.shard, run_blocking(partial(named_files, finder, table))))
-            run_blocking(lambda: run_all([file.open() for file in files]))
+            with suppress(OSError):  # to read it says why, or a server does not tell sizes
+                run_blocking(lambda: run_all([file.open() for file in files]))
             nbytes, room = PARSED_SHARE * sum(file.size for file in files), machine.rank_memory() // MEMORY_SHARE
             packed = any(PurePath(file.key).suffix.lower() in PACKED for file in files)
             in_blocks = in_memory is False or nbytes > room

@@ -168,3 +168,11 @@ def test_a_text_among_numbers(tmp_path: Path) -> None:
         TypeError, match=r"'a' has the type string.*string in the rows from \d+ on and int64 in the rows"
     ):
         Feeder(Table(tmp_path / "x.csv", in_memory=False), batch_size=2)
+
+
+@pytest.mark.parametrize("options", [{"columns": ["b", "c"]}, {"data": "c"}, {"data": "a", "target": "c"}])
+def test_a_column_that_there_is_not(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Is an error that names those that there are."""
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"x\.csv: there is no column 'c'; there are \['a', 'b'\]"):
+        Table(tmp_path / "x.csv", in_memory=False, **options)
