@@ -141,8 +141,8 @@ class Table(GroupedSource):
         prepared = (target is not None and data is None) or categories is not None or fill is not None
         if prepared and not self._prepares:
             raise ValueError(
-                "Table(categories=, fill=, or target= without data=) takes tables in memory: pass a DataFrame of "
-                "pandas.read_parquet(path), or do this in decode=, a function of the row"
+                "Table(categories=, fill=, or target= without data=) takes tables in memory: pass a DataFrame, as "
+                "of pandas.read_parquet(path, columns=[...]), or do this in decode=, a function of the row"
             )
         if in_memory is not None:
             check_bool("Table(in_memory=)", in_memory)

@@ -231,6 +231,11 @@ def test_wrong_arguments_say_what_to_do(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "x.csv").write_text(CSV)
     with pytest.raises(TypeError, match=r"'age' has null values.*first null is in row 0 .*fill="):
         Feeder(Table(tmp_path / "x.csv"), batch_size=2)
+    nulls = r"columns with nulls: \['age', 'city'\]"
+    with pytest.raises(TypeError, match=rf"'age' has null values.*{nulls}"):
+        Feeder(Table(tmp_path / "x.csv"), batch_size=2)
+    with pytest.raises(ValueError, match=rf"row 2 .*'city' has None.*fill=.*{nulls}"):
+        Table(tmp_path / "x.csv", categories="codes")
     with pytest.raises(TypeError, match=r"'city' has .*categories=\"codes\""):
         Feeder(Table(pa.table({"city": ["a", "b"]})), batch_size=2)
     with pytest.raises(ValueError, match=r"x\.csv: fill= of column 'age'"):
@@ -249,7 +254,7 @@ def test_wrong_arguments_say_what_to_do(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(FileNotFoundError):
         Table(tmp_path / "missing.csv")
     pytest.importorskip("pyarrow.parquet").write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match=r"read_parquet\(path\)"):
+    with pytest.raises(ValueError, match=r"read_parquet\(path, .*decode="):
         Table(tmp_path / "x.parquet", target="b")
     monkeypatch.setattr(machine, "rank_memory", lambda: 100)
     with pytest.raises(ValueError, match=r"to parse it needs .* is 50 .*write_dataset"):
