@@ -111,7 +111,6 @@ _PLUGS: dict[str, str] = {
     "BatchSamplerAdapter": "aiofeed.plans.sampler",
     "InlineData": "aiofeed.resident.pipeline",
     "InlinePlans": "aiofeed.resident.planned_windows",
-    "BlockTable": "aiofeed.tables.blocks",
     "DeviceCache": "aiofeed.resident.device_cache",
     "DeviceGroup": "aiofeed.device_groups.scatter",
     "ExcludingOrder": "aiofeed.plans.computed",

@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from aiofeed import _load_addon
 from aiofeed.common.blocking import run_blocking
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.runtime import machine
 from aiofeed.objects.reader import run_all
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.urls import ShardFinder
-from aiofeed.tables.blocks import named_files
+from aiofeed.tables.blocks import BlockTable, named_files
 from aiofeed.tables.manifest import TableFile
 from aiofeed.tables.memory import MemoryTable
 from aiofeed.tables.table import MEMORY_SHARE, PACKED
@@ -43,7 +42,7 @@ class ParsedTable(MemoryTable):
                     f"{format_bytes(room)}, and in_memory={in_memory}. {_CONVERT if packed else 'Leave in_memory= out'}"
                 )
             if in_blocks:
-                return object.__new__(_load_addon("BlockTable", "Table"))
+                return object.__new__(BlockTable)
         return object.__new__(cls)
 
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:

@@ -117,12 +117,16 @@ if TYPE_CHECKING:
         collate_fn: Callable[[list[Any]], Any] | None
         transform: Required[Callable[[Any], BatchT]]
 
-    class _Devices(_Options, total=False):
+    class _Replaced(_Options, total=False):
+        """And those that make another batch, of any type."""
+
+        collate_fn: Callable[[list[Any]], Any] | None
+        transform: Callable[[Any], Any] | None
+
+    class _Devices(_Replaced, total=False):
         """And those of batches with a part for each device."""
 
         device: Required[Sequence[Device]]
-        collate_fn: Callable[[list[Any]], Any] | None
-        transform: Callable[[Any], Any] | None
 else:
     BatchT = TypeVar("BatchT")
 
@@ -293,10 +297,8 @@ class Feeder(Generic[BatchT]):
             *,
             keys: Literal[True],
             decode: Decode[Any] | None = None,
-            collate_fn: Callable[[list[Any]], Any] | None = None,
             device: Device | Sequence[Device] = None,
-            transform: Callable[[Any], Any] | None = None,
-            **options: Unpack[_Options],
+            **options: Unpack[_Replaced],
         ) -> None: ...
 
     def __init__(
