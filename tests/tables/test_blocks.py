@@ -14,7 +14,7 @@ import pytest
 
 from aiofeed import Feeder, Table
 from aiofeed.kernel.runtime import machine
-from aiofeed.tables import blocks
+from aiofeed.tables import parsed as blocks
 from tests.support.fault_server import FaultServer
 
 pytest.importorskip("pyarrow")
