@@ -162,7 +162,8 @@ class TableFile:
                 nulls = {"strings_can_be_null": columns is None or not self.name}
                 convert = reader.ConvertOptions(include_columns=columns, column_types=dict(types), **nulls)
                 try:
-                    table = reader.read_csv(stream, *self._csv_options(), convert)
+                    threads = bool(self.name) or columns is None  # blocks are read in several threads
+                    table = reader.read_csv(stream, *self._csv_options(threads), convert)
                 except arrow().ArrowInvalid:  # in one thread, the message has the row
                     table = reader.read_csv(self._open(), *self._csv_options(threads=False), convert)
             if columns is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -24,6 +26,8 @@ from aiofeed.tables.manifest import LINE_BYTES, TableFile
 from aiofeed.tables.memory import MemoryTable
 from aiofeed.tables.stored import ParquetTable
 from aiofeed.tables.table import MEMORY_SHARE, PACKED, check_columns
+
+log: logging.Logger = logging.getLogger("aiofeed.sources")
 
 # The bytes of a file that is parsed, and its columns: in all twice those of the file.
 PARSED_SHARE = 2
@@ -62,12 +66,15 @@ class ParsedTable(MemoryTable):
         names = run_blocking(partial(named_files, ShardFinder(store, options), paths))
         files = [TableFile(name, None, store, options) for name in names]
         tables = [file.read(None, {}) for file in files]
+        if files[0].has_empty_cells and all(re.fullmatch(r"-?[\d.]+", name) for name in tables[0].column_names):
+            log.warning("%s: the first line has numbers and no names; %s", names[0], _NO_NAMES)
         try:
             return [], tables[0] if len(tables) == 1 else arrow().concat_tables(tables, promote_options="permissive")
         except (arrow().ArrowException, KeyError) as error:
             raise ValueError(f"{names[0]} and other files differ in their columns: {error}") from None
 
 
+_NO_NAMES = "if it is a row, pass Table(pandas.read_csv(path, header=None))"
 _CONVERT = (
     "Compressed files are not read in blocks: decompress it, or write Parquet by `import pyarrow.dataset as ds` and "
     '`ds.write_dataset(ds.dataset("train.csv.gz", format="csv"), "folder", format="parquet")`, format="json" for JSON '

@@ -201,6 +201,13 @@ def test_a_text_among_numbers(tmp_path: Path, text: str, message: str) -> None:
         Feeder(Table(tmp_path / "y.csv"), batch_size=2)
 
 
+def test_a_file_without_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whose first line has numbers only is read, with a warning."""
+    (tmp_path / "x.csv").write_text("1,2.5\n3,4.5\n")
+    assert len(Table(tmp_path / "x.csv")) == 1
+    assert "x.csv: the first line has numbers and no names" in caplog.text
+
+
 CORRECT: dict[str, tuple[str, dict[str, list[Any]]]] = {
     "BOM": ("\ufeffa,b\n1,2\n", {"a": [1], "b": [2]}),
     "Windows": ("a,b\r\n1,2\r\n3,4\r\n", {"a": [1, 3], "b": [2, 4]}),
