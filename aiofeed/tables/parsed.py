@@ -20,7 +20,7 @@ from aiofeed.objects.reader import run_all
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.index import ShardIndex, ranges_of, with_labels
 from aiofeed.shards.indexing import IndexRules, Scan
-from aiofeed.shards.parquet import leaf_count, leaves
+from aiofeed.shards.parquet import leaf_count
 from aiofeed.shards.urls import Shard, ShardFinder, Urls
 from aiofeed.tables.manifest import LINE_BYTES, TableFile
 from aiofeed.tables.memory import MemoryTable
@@ -87,20 +87,21 @@ class BlockFile:
 
     Args:
         file: Parses parts of it.
-        index: The ranges of the blocks; their labels are the numbers of rows and the types.
+        index: The ranges of the blocks; their labels are the numbers of rows, and the types where these change.
     """
 
     def __init__(self, file: TableFile, index: ShardIndex) -> None:
         labels = list(index.labels or ())
         self.rows: list[int] = [int.from_bytes(label[:8], "little") for label in labels]
-        schemas = [arrow().ipc.read_schema(arrow().py_buffer(label[8:])) for label in labels]
-        places = [f"the rows from {first} on" for first in accumulate(self.rows[:-1], initial=0)]
-        self.types: Any = _common_types(list(zip(places, schemas, strict=False)), file.has_empty_cells)
+        firsts = zip(accumulate(self.rows, initial=0), labels, strict=False)
+        types = [(f"the rows from {first} on", arrow().py_buffer(label[8:])) for first, label in firsts if label[8:]]
+        schemas = [(place, arrow().ipc.read_schema(schema)) for place, schema in types]
+        self.types: Any = _common_types(schemas, file.has_empty_cells)
         self.file: TableFile = file
         self.index: ShardIndex = index
         self.schema: BlockFile = self
         self.num_row_groups: int = len(labels)
-        self.num_columns: int = sum(map(leaf_count, self.types.types))
+        *self.leaves, self.num_columns = accumulate(map(leaf_count, self.types.types), initial=0)
 
     def to_arrow_schema(self) -> Any:
         """Return the types of the columns."""
@@ -116,7 +117,8 @@ class BlockFile:
 
     def parsed(self, block: int, data: Any, chosen: Sequence[int]) -> Any:
         """Return the table of columns of a block, by the numbers of their column chunks."""
-        fields = [field for field in self.types if set(leaves(self, [field.name])).intersection(chosen)]
+        wanted = set(chosen)
+        fields = [field for field, leaf in zip(self.types, self.leaves, strict=True) if leaf in wanted]
         types = {field.name: field.type for field in fields}
         part = self.file.part(data, self.types.names if block and self.file.has_empty_cells else None)
         return part.read(list(types), types).cast(arrow().schema(fields))
@@ -184,7 +186,7 @@ def _is_pattern(path: str) -> bool:
 
 def _scan(file: TableFile, size: int, _: Any) -> Scan:
     """Find the blocks of a file, their rows and their types."""
-    at, rows, lines, header, table = 0, 0, 0, None, None
+    at, rows, lines, header, table, types = 0, 0, 0, None, None, b""
     bounds, labels = [0], list[bytes | None]()
     while at < size:
         data = yield at, min(at + BLOCK_BYTES, size)
@@ -193,9 +195,11 @@ def _scan(file: TableFile, size: int, _: Any) -> Scan:
             raise ValueError(f"row {rows} (the first is 0) is longer than 16 MiB: is a quotation mark not closed?")
         part = file.part(data[:end], header, rows, lines)
         table = part.read(None, {}) if table is None or data[:end].strip() else table[:0]
-        check_columns("its first line", table.column_names, table.column_names)
-        header = table.column_names if file.has_empty_cells else None
-        labels.append(len(table).to_bytes(8, "little") + table.schema.serialize().to_pybytes())
+        if not labels:
+            check_columns("its first line", table.column_names, table.column_names)
+            header = table.column_names if file.has_empty_cells else None
+        before, types = types, table.schema.serialize().to_pybytes()
+        labels.append(len(table).to_bytes(8, "little") + types * (types != before))
         at, rows, lines = at + end, rows + len(table), lines + data.count(b"\n", 0, end)
         bounds.append(at)
     return with_labels(ranges_of(bounds[:-1], bounds[1:]), labels)
@@ -207,9 +211,11 @@ def _common_types(schemas: Sequence[tuple[str, Any]], text: bool) -> Any:
     Raises:
         ValueError: There is no common type.
     """
-    fields, names = [], dict.fromkeys(name for _, schema in schemas for name in schema.names)
-    for name in names:
-        kinds = {schema.field(name).type: place for place, schema in reversed(schemas) if name in schema.names}
+    columns, fields = dict[str, dict[Any, str]](), []
+    for place, schema in schemas:
+        for field in schema:
+            columns.setdefault(field.name, {}).setdefault(field.type, place)
+    for name, kinds in columns.items():
         if arrow().uint64() in kinds:
             kinds.pop(arrow().int64(), None)  # pyarrow would take int64 for both
         try:
