@@ -197,7 +197,9 @@ class ParquetRows(Shards):
             found.data = self._path(fields, self._data) or ()
             wanted = [self._data]
         for name in [*(names if wanted is None else wanted), *targets]:
-            known = found.data if name == self._data and name not in targets else leaves(metadata, [name])
+            known = (
+                found.data if name == self._data and name not in targets else name in counts or leaves(metadata, [name])
+            )
             if not known or (name in targets and name not in names):
                 hint = f"; {_HIVE}" if f"/{name}=" in shard.url else ""
                 raise ValueError(f"there is no column {name!r}; there are {names}{hint}")
