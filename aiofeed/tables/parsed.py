@@ -101,7 +101,9 @@ class BlockFile:
         self.index: ShardIndex = index
         self.schema: BlockFile = self
         self.num_row_groups: int = len(labels)
-        *self.leaves, self.num_columns = accumulate(map(leaf_count, self.types.types), initial=0)
+        ends = list(accumulate(map(leaf_count, self.types.types), initial=0))
+        self.leaves: list[int] = ends[:-1]
+        self.num_columns: int = ends[-1]
 
     def to_arrow_schema(self) -> Any:
         """Return the types of the columns."""
