@@ -152,7 +152,7 @@ _PATHS: Mapping[tuple[str, ...], str] = {
     (".h5", ".hdf5", ".nc", ".zarr", ".h5ad"): 'Arrays({{"x": {!r}}})',
     (".bin",): "Tokens({!r}, ...)",
     (".mp4", ".mkv", ".avi", ".webm", ".mov"): "Clips(aiofeed.Files([{!r}]), ...)",
-    (".csv", ".tsv", ".json", ".jsonl", ".txt"): "Manifest({!r})",
+    (".csv", ".tsv", ".json", ".jsonl", ".txt"): "Manifest({0!r}) of paths, or aiofeed.Table({0!r}) of values",
     (".jpg", ".jpeg", ".png", ".npy", ".wav", ".flac"): "Files([{!r}])",
 }
 

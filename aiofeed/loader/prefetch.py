@@ -38,14 +38,17 @@ BatchT = TypeVar("BatchT")
 ChangedT = TypeVar("ChangedT")
 
 if TYPE_CHECKING:
-    from typing import TypeAlias, TypedDict, Unpack
+    from typing import TypeAlias, Unpack
+
+    import typing_extensions
 
     from aiofeed.kernel.devices.resolve import Device
+    from aiofeed.kernel.feeder.feeder import NoSuchArgument
     from aiofeed.reports.explanation import Explanation
 
     Batches: TypeAlias = Iterable[BatchT] | AsyncIterable[BatchT]
 
-    class _Lookahead(TypedDict, total=False):
+    class _Lookahead(typing_extensions.TypedDict, total=False, extra_items=NoSuchArgument):  # type: ignore[call-arg]
         """Arguments of ``prefetch`` that do not change the type of batches."""
 
         prefetch_batches: int

@@ -195,9 +195,9 @@ class Shards(GroupedSource, ABC):
             del self._scanning
         return shards
 
-    async def _obtain(self, shard: Shard, target: Sequence[str] = ()) -> ShardIndex:
+    async def _obtain(self, shard: Shard, target: Sequence[str] = (), rules: Any = None) -> ShardIndex:
         """Return the index of an open shard, with the targets of a field: cached, beside the shard, or made now."""
-        rules = self.rules
+        rules = rules or self.rules
         if (index := await asyncio.to_thread(indexing.load, shard, rules, target)) is not None:
             return index
         if rules.streams:

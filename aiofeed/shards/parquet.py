@@ -173,8 +173,7 @@ class ParquetRows(Shards):
             if is_text(tail.lstrip(bytes(range(0x80, 0xC0))), least=1):
                 raise ValueError(
                     "this is text, and not a Parquet file: for a list of paths pass aiofeed.Manifest(path); for rows, "
-                    "Table(pyarrow.csv.read_csv(path)), Table(pyarrow.json.read_json(path)) for lines of JSON, or a "
-                    "dataset of datasets.load_dataset"
+                    "name it .csv, .tsv or .jsonl for aiofeed.Table, or pass Table(pandas.read_csv(path, sep=...))"
                 )
             raise ValueError("this is not a Parquet file, or it is truncated or encrypted")
         check_expanded("the footer", length, 0)
@@ -198,7 +197,9 @@ class ParquetRows(Shards):
             found.data = self._path(fields, self._data) or ()
             wanted = [self._data]
         for name in [*(names if wanted is None else wanted), *targets]:
-            known = found.data if name == self._data and name not in targets else leaves(metadata, [name])
+            known = (
+                found.data if name == self._data and name not in targets else name in counts or leaves(metadata, [name])
+            )
             if not known or (name in targets and name not in names):
                 hint = f"; {_HIVE}" if f"/{name}=" in shard.url else ""
                 raise ValueError(f"there is no column {name!r}; there are {names}{hint}")
@@ -377,7 +378,7 @@ def leaves(metadata: Any, columns: Sequence[str] | None) -> list[int]:
     own: dict[str, range] = {}
     end = 0
     for column in metadata.schema.to_arrow_schema():
-        own[column.name] = range(end, end := end + _leaf_count(column.type))
+        own[column.name] = range(end, end := end + leaf_count(column.type))
     paths = () if own.keys() >= set(columns) else [f"{metadata.schema.column(number).path}." for number in numbers]
     found = [own.get(name) or [at for at, path in enumerate(paths) if path.startswith(f"{name}.")] for name in columns]
     return list(dict.fromkeys(chain.from_iterable(found)))
@@ -388,10 +389,11 @@ def as_list(names: Any) -> list[Any]:
     return [] if names is None else [names] if isinstance(names, str) else list(names)
 
 
-def _leaf_count(kind: Any) -> int:
+def leaf_count(kind: Any) -> int:
+    """Return the number of column chunks of a column of an Arrow type."""
     kind = getattr(kind, "storage_type", kind)
     inner = [kind.key_type, kind.item_type] if hasattr(kind, "item_type") else map(kind.field, range(kind.num_fields))
-    return sum(_leaf_count(getattr(each, "type", each)) for each in inner) or 1
+    return sum(leaf_count(getattr(each, "type", each)) for each in inner) or 1
 
 
 def _column(tables: Sequence[Any], name: str) -> Any:

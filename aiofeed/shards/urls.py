@@ -159,9 +159,9 @@ class ShardFinder:
 
     async def _expand(self, url: str) -> list[Shard]:
         shard = self.shard(url)
-        if shard.key.endswith(".json"):
-            return await self._listed(shard, url)
         wildcard = _GLOB.search(shard.key)
+        if shard.key.endswith(".json") and wildcard is None:
+            return await self._listed(shard, url)
         if wildcard is None:
             if shard.local and await asyncio.to_thread(os.path.isdir, shard.key):
                 raise IsADirectoryError(f"{shard.key!r} is a folder; {await asyncio.to_thread(_inside, shard.key)}")

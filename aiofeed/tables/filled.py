@@ -19,6 +19,20 @@ def is_text(kind: Any) -> bool:
     return str(kind) in ("string", "large_string", "string_view")
 
 
+def odd_number(name: str, column: Any) -> str:
+    """Return which text of a column is no number, if most of them look like numbers; otherwise nothing."""
+    plain, compute = _plain(column), arrow("pyarrow.compute")
+    if any(mark in name for mark in ";\t|"):
+        return f"; the name {name!r} has a separator: pass Table(pandas.read_csv(path, sep=...))"
+    alike = compute.match_substring_regex(plain, r"^\W*\d[\d., ']*\W*$")
+    others = compute.invert(compute.match_substring_regex(plain, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
+    row = compute.index(others, True).as_py()
+    if row < 0 or (compute.mean(alike).as_py() or 0) < 1 / 2:
+        return ""
+    way = 'pass Table(pandas.read_csv(path, decimal=",")), or thousands=",", or na_values=[...]'
+    return f"; row {row} (the first is 0) has {plain[row].as_py()!r:.80} among numbers: {way}"
+
+
 def values_of(column: Any) -> list[Any]:
     """Return the values of a column of categories: as a dictionary has them, otherwise sorted."""
     if arrow().types.is_dictionary(column.type):
@@ -35,7 +49,9 @@ def coded(name: str, column: Any, values: Sequence[Any], fill: Any) -> Any:
     """
     compute, plain = arrow("pyarrow.compute"), _plain(column)
     try:
-        known = arrow().array(values, plain.type)
+        is_empty = arrow().types.is_null(plain.type)  # as a row without the value has it
+        known = arrow().array(values, None if is_empty else plain.type)
+        plain = plain.cast(known.type) if is_empty else plain
     except (arrow().ArrowException, TypeError) as error:
         raise ValueError(f"categories of column {name!r}, which has the type {plain.type}: {error}") from None
     if isinstance(fill, str):
@@ -66,6 +82,8 @@ def filled(name: str, column: Any, value: Any) -> Any:
             return np.where(np.isnan(column), np.asarray(value, column.dtype), column)
         if arrow().types.is_floating(column.type):
             column = compute.if_else(compute.is_nan(column), None, column)
+        if arrow().types.is_null(column.type):
+            column = column.cast(arrow().scalar(value).type)
         return compute.fill_null(column, arrow().scalar(value, column.type))
     except (arrow().ArrowException, TypeError, ValueError) as error:
         kind = column.dtype if isinstance(column, np.ndarray) else column.type

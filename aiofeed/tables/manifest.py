@@ -8,9 +8,9 @@ import json
 import os
 import re
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,11 @@ _URL = "^[a-zA-Z][a-zA-Z0-9+.-]+://"
 _OUTWARD = rf"{_URL}|^$|\x00|%00|%2[eEfF]|%5[cC]|^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.([/\\]|$)"
 # Floats have all whole numbers up to this one, and not those of 16 digits.
 _EXACT = 1 << 53
+# A field in quotation marks, in which these are doubled; one that is not closed ends with the bytes.
+_QUOTED = rb'"(?<![^%b\r\n]")[^"]*(?:""[^"]*)*(?:"|\Z)'
 _LARGE = re.compile(r"(?<![\w.])[-+]?\d{16,}(?![\w.])")
 # The longest line of a file in bytes.
-_LINE = 16 << 20
+LINE_BYTES = 16 << 20
 # Values of other types than numbers and texts that are Python objects at the same time.
 _BLOCK = 1 << 16
 
@@ -67,7 +69,14 @@ class TableFile:
         has_empty_cells: Whether a value that is missing is an empty text.
     """
 
-    def __init__(self, path: str, format: str | None, store: Any, options: Mapping[str, Any] | None) -> None:
+    # Of a part of a file: the columns, if its first line has them not, and the rows and lines before it.
+    _header: Sequence[str] | None = None
+    _before: tuple[int, int] = (0, 0)
+    _data: Any = None
+
+    def __init__(
+        self, path: str, format: str | None, store: Any, options: Mapping[str, Any] | None, whole: bool = True
+    ) -> None:
         self.store: Any = store
         self.options: Mapping[str, Any] | None = options
         base, key = split_url(check_path(path))
@@ -77,13 +86,14 @@ class TableFile:
         by_suffix = _FORMATS.get(suffix if self._compression is None else os.path.splitext(stem)[1])
         self._format = by_suffix if format is None else format
         self.has_empty_cells: bool = self._format in ("csv", "tsv")
+        self._delimiter = "\t" if self._format == "tsv" else ","
         if self._format not in _FORMATS.values():
             given = f"format={format!r}" if format is not None else f"the suffix of {redacted(path)!r}"
             raise ValueError(f"{given} is none of csv, tsv, jsonl and parquet: pass format= as one of these")
         if self.is_local:
             self.name: str = key
             self.folder: str = os.path.dirname(key)
-            in_parts = self._format == "parquet" and self._compression is None
+            in_parts = not whole or (self._format == "parquet" and self._compression is None)
             with naming_file(key):
                 data = None if in_parts else read_file(key, ReadRules(sys.maxsize))
         else:
@@ -95,9 +105,28 @@ class TableFile:
                 data = self._unpacked(data, self._compression)
         self._data = data
 
+    def part(self, data: Any, header: Sequence[str] | None, rows: int = 0, lines: int = 0) -> TableFile:
+        """Return the file with some of its rows only.
+
+        Args:
+            data: The bytes of these rows.
+            header: The names of the columns, if the first line has them not.
+            rows: The rows before them, for messages.
+            lines: The lines before them.
+        """
+        found = copy(self)
+        found.name, found._data, found._header, found._before = "", data, header, (rows, lines)
+        return found
+
+    def row_end(self, data: bytes) -> int:
+        """Return where the last row ends that bytes from the beginning of a row have whole; 0 if none does."""
+        if self.has_empty_cells and b'"' in data:
+            data = re.sub(_QUOTED % self._delimiter.encode(), lambda field: b" " * len(field[0]), data)
+        return data.rfind(b"\n") + 1
+
     def _unpacked(self, data: bytes, compression: str) -> bytes:
         stream, parts, nbytes = arrow().CompressedInputStream(arrow().BufferReader(data), compression), [], 0
-        while part := stream.read(_LINE):
+        while part := stream.read(LINE_BYTES):
             nbytes += len(part)
             check_expanded("it", nbytes, len(data))
             parts.append(part)
@@ -130,12 +159,15 @@ class TableFile:
                 table = self._read_lines(stream, columns, types)
             else:
                 reader = arrow("pyarrow.csv")
-                nulls = {"strings_can_be_null": columns is None}
+                nulls = {"strings_can_be_null": columns is None or not self.name}
                 convert = reader.ConvertOptions(include_columns=columns, column_types=dict(types), **nulls)
                 try:
-                    table = reader.read_csv(stream, *self._csv_options(), convert)
+                    threads = bool(self.name) or columns is None  # blocks are read in several threads
+                    table = reader.read_csv(stream, *self._csv_options(threads), convert)
                 except arrow().ArrowInvalid:  # in one thread, the message has the row
                     table = reader.read_csv(self._open(), *self._csv_options(threads=False), convert)
+            if columns is None:
+                self._check_texts(table)
         # A text that looks like a date is a text.
         if dates := {each.name: arrow().string() for each in table.schema if arrow().types.is_temporal(each.type)}:
             return self.read(columns, {**types, **dates})
@@ -144,12 +176,23 @@ class TableFile:
                 table = table.set_column(at, name, self._exact(name, table.column(at)))
         return table
 
+    def _check_texts(self, table: Any) -> None:
+        """Raise ``ValueError`` for texts that are not UTF-8, and for a quotation mark that is not closed."""
+        table.validate(full=True)
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            for row, value in enumerate(column if arrow().types.is_binary(column.type) else (), self._before[0]):
+                if "\ufffd" in (text := (value.as_py() or b"").decode(errors="replace")):
+                    raise ValueError(f"row {row} (the first is 0) of column {name!r} has {text!r:.80}, no utf-8")
+        closed = bytes((self._data or b"")[-80:]).rstrip()[-1:] in (b"", b'"')
+        if self.has_empty_cells and len(table) and "\n" in str(column[-1]) and not closed:
+            raise ValueError(f"column {name!r} has {str(column[-1])!r:.80} in the last row, of an open quotation mark")
+
     def _read_lines(self, stream: Any, columns: list[str] | None, types: Mapping[str, Any]) -> Any:
         reader = arrow("pyarrow.json")
         # A column with values of several types is an error only if some type has to be inferred.
         others = "ignore" if columns is not None and types.keys() >= set(columns) else "infer"
         parsing = reader.ParseOptions(arrow().schema(types.items()), unexpected_field_behavior=others)
-        blocks = reader.ReadOptions(block_size=_LINE)
+        blocks = reader.ReadOptions(block_size=LINE_BYTES)
         try:
             found = reader.read_json(stream, blocks, parsing)
             return found if columns is None else found.select(columns)
@@ -181,14 +224,14 @@ class TableFile:
             if row is None:
                 return floats
             raise ValueError(
-                f"{self.name}: row {row} (the first is 0) has {cells[row]} in {name!r}, and no type of numbers holds "
-                f"this and the other values exactly: write them as texts"
+                f"{self.name}{': ' * bool(self.name)}row {self._before[0] + row} (the first is 0) has {cells[row]} in "
+                f"{name!r}, and no type of numbers holds this and the other values exactly: write them as texts"
             ) from None
 
     def _csv_options(self, threads: bool = True) -> tuple[Any, Any]:
-        reader, delimiter = arrow("pyarrow.csv"), "\t" if self._format == "tsv" else ","
-        parsing = reader.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-        return reader.ReadOptions(use_threads=threads, block_size=_LINE), parsing
+        reader = arrow("pyarrow.csv")
+        parsing = reader.ParseOptions(delimiter=self._delimiter, newlines_in_values=True)
+        return reader.ReadOptions(use_threads=threads, block_size=LINE_BYTES, column_names=self._header), parsing
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -199,13 +242,18 @@ class TableFile:
         except (arrow().ArrowException, ValueError, EOFError, OSError) as error:
             if isinstance(error, OSError) and (error.errno or error.filename is not None):
                 raise
-            reason: Exception = error
+            rows, lines = self._before
+            reason = re.sub(r"(?<=Row #)\d+", lambda row: str(rows + bool(self._header) + int(row[0])), str(error))
+            if "utf-8" in reason or bytes((self._data or b"")[:2]) in (b"\xff\xfe", b"\xfe\xff"):
+                reason += '; of another encoding pass Table(pandas.read_csv(path, encoding="cp1252")), or "utf-16"'
+            elif "Expected" in reason and self._format != "jsonl":
+                reason += '; of another separator pass Table(pandas.read_csv(path, sep=";"))'
             if self._format == "jsonl" and isinstance(error, ValueError):
                 try:
-                    deque(_objects(self._open()), 0)
+                    _check_kinds(_objects(self._open(), lines + 1), rows)
                 except ValueError as wrong:
-                    reason = wrong
-            raise ValueError(f"{self.name}: {reason}") from None
+                    reason = str(wrong)
+            raise ValueError(f"{self.name}: {reason}" if self.name else reason) from None
 
 
 def _largest(column: Any) -> float:
@@ -218,15 +266,28 @@ def _largest(column: Any) -> float:
     return compute.max(compute.abs(column)).as_py() or 0.0 if arrow().types.is_floating(column.type) else 0.0
 
 
-def _objects(stream: Any) -> Iterator[dict[str, Any]]:
+def _check_kinds(rows: Iterator[dict[str, Any]], first_row: int) -> None:
+    """Raise ``ValueError`` for a line that is no JSON object, or has a value of another kind than the lines before."""
+    kinds: dict[str, tuple[type, Any]] = {}
+    for at, row in enumerate(rows, first_row):
+        for name, value in row.items():
+            kind = float if type(value) is int else type(value)
+            if value is not None and (before := kinds.setdefault(name, (kind, value)))[0] is not kind:
+                place = f"row {at} (the first is 0) of column {name!r}"
+                raise ValueError(f"{place} has {value!r:.80}, and rows before {before[1]!r:.80}: write one type")
+
+
+def _objects(stream: Any, first: int = 1) -> Iterator[dict[str, Any]]:
     with io.BufferedReader(stream) as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines, first):
             try:
                 found = json.loads(text) if (text := line.decode("utf-8-sig").strip()) else {}
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
             if not isinstance(found, dict):
-                raise ValueError(f"line {number} is no JSON object; each line of JSON Lines is one")
+                raise ValueError(
+                    f"line {number} is no JSON object; Table(pandas.read_json(path)) takes one array of these"
+                )
             if text:
                 yield found
 

@@ -20,7 +20,7 @@ from aiofeed.shards.arrow import arrow
 from aiofeed.shards.parquet import as_list
 from aiofeed.shards.urls import ShardFinder
 from aiofeed.tables.columns import Columns, GatheredLists, ListColumn, NumberColumn, ValueColumn, take_rows
-from aiofeed.tables.filled import coded, filled, is_text, values_of
+from aiofeed.tables.filled import coded, filled, is_text, odd_number, values_of
 from aiofeed.tables.table import MEMORY_SHARE, GatheredTable, check_columns
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class MemoryTable(GatheredTable):
                 elif fill is not None:
                     column = filled(name, column, fill)
             except ValueError as error:
-                raise ValueError(f"{self.name}: {error}") from None
+                raise ValueError(f"{self.name}: {error}{_with_nulls(columns, self._fill)}") from None
             found[name] = column
         if given == "codes":
             self._coded = self.categories  # a copy in another process has the same numbers
@@ -106,8 +106,11 @@ class MemoryTable(GatheredTable):
         assert isinstance(column, ValueColumn)
         if column.column.null_count:
             row = arrow("pyarrow.compute").index(column.column.is_null(), True).as_py()
-            return f". The first null is in row {row} (the first is 0), and fill= replaces nulls"
-        return '. categories="codes" makes numbers of texts' * is_text(column.column.type)
+            others = _with_nulls({name: getattr(each, "column", None) for name, each in self._held.columns.items()}, ())
+            return f". The first null is in row {row} (the first is 0), and fill= replaces nulls{others}"
+        if not is_text(column.column.type):
+            return ""
+        return f'. categories="codes" makes numbers of texts{odd_number(name, column.column)}'
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out views of the table; a file is mapped again."""
@@ -199,6 +202,11 @@ def _columns_of(table: Any) -> tuple[list[tuple[str, Any]], NDArray[np.int64] | 
     elif kind != "pyarrow.Table":
         raise TypeError(f"Table takes paths, a Dataset of Hugging Face, or a table: {_instead(table, kind)}")
     return list(zip(table.column_names, table.columns, strict=True)), rows
+
+
+def _with_nulls(columns: Mapping[str, Any], but: Any) -> str:
+    names = [name for name, each in columns.items() if getattr(each, "null_count", 0) and name not in but]
+    return f"; columns with nulls: {names}" if len(names) > 1 else ""
 
 
 def _package(table: Any) -> str:

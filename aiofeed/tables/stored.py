@@ -19,6 +19,7 @@ import numpy as np
 from aiofeed.common.blocking import run_blocking
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.types import Traits
+from aiofeed.kernel.core.validation import counted
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.kernel.sources.file_io import Content
@@ -176,7 +177,7 @@ class ParquetTable(ParquetRows, GatheredTable):
         return super()._value(column, row) if isinstance(column, np.ndarray) else ValueColumn(column, "").value(row)
 
     def __repr__(self) -> str:
-        return f"Table({len(self)} row{'s' * (len(self) != 1)} in {len(self._shards)} Parquet files)"
+        return f"Table({counted(len(self), 'row')} in {counted(len(self._shards), 'file')})"
 
     @property
     def new_gathered(self) -> Callable[..., GatheredRows] | None:

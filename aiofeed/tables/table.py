@@ -38,6 +38,9 @@ MEMORY_SHARE = 2
 @explain_arguments(
     {
         "rows_per_read": 'rows are read by whole row groups; shuffle="window" makes neighbours of a file come together',
+        "sep": "pass Table(pandas.read_csv(path, sep=...))",
+        "usecols": "columns= names the columns",
+        "drop": "columns= names those that stay",
         "split": "pass one split of the dataset, as in dataset['train']",
     }
 )
@@ -64,8 +67,8 @@ class Table(GroupedSource):
             ``IterableDataset``, which is read in its order as a ``Stream`` is; an Arrow table, or any object that
             exports one, as those of polars and DuckDB; a pandas ``DataFrame``; a NumPy structured array; a Lance
             dataset; the path of an ``.arrow`` file, which is mapped, or of a ``.lance`` dataset; CSV or JSON Lines
-            files, also compressed ones, which are parsed into memory; or Parquet files, as for ``ParquetRows``: paths,
-            URLs, globs and braces. It is referenced, not copied: do not change it.
+            files, also compressed ones; or Parquet files, as for ``ParquetRows``: paths, URLs, globs and braces. It is
+            referenced, not copied: do not change it.
         columns: The columns. Default: all.
         data: The column whose value is the sample, or ``decode=`` gets, in place of a row.
         target: The column of the target, or several for a dict; a sample is then ``(decoded, target)``, and without
@@ -75,7 +78,8 @@ class Table(GroupedSource):
         in_memory: Whether Parquet files, or ``.arrow`` files, are read whole by the first epoch and stay in memory, for
             all feeders of this table. Order and states are the same. Default: Parquet, if the columns take less than
             a quarter of ``Limits.memory_bytes`` in memory, an epoch of this rank needs all row groups, and neither
-            worker processes nor a cache are used.
+            worker processes nor a cache are used. CSV and JSON Lines are parsed into memory, if they fit; ``False``
+            reads them in blocks.
         categories: "codes" makes numbers, int64, of columns of texts; the attribute ``categories`` of another table
             makes the same numbers. Of tables in memory.
         fill: Values in place of nulls and NaN, by column; of a column of categories the number of nulls and of values
@@ -106,7 +110,8 @@ class Table(GroupedSource):
         """Make a table of the class for its kind."""
         if cls is not Table:
             return super().__new__(cls)
-        return super().__new__(_load_addon(_kind_of(table), "Table"))  # type: ignore[no-any-return]
+        kind = _load_addon(_kind_of(table), "Table")
+        return kind.__new__(kind, table, *_, **__)  # type: ignore[no-any-return]
 
     traits: Traits = Traits(decode="optional", rows=True)
 
@@ -127,6 +132,8 @@ class Table(GroupedSource):
             raise TypeError(f"Table(columns=) must be a list of names, got {columns!r}")
         if columns is not None and data is not None:
             raise ValueError("Table: data= is one column and columns= are those of a dict: pass one of them")
+        if not isinstance(fill, Mapping | None):
+            raise TypeError(f"Table(fill=) must be a dict of values by column, got {fill!r}")
         self.categories: dict[str, list[Any]] = {}
         self._coded, self._fill = categories, dict(fill or {})
         if categories not in (None, "codes") and not isinstance(categories, Mapping):
@@ -134,8 +141,8 @@ class Table(GroupedSource):
         prepared = (target is not None and data is None) or categories is not None or fill is not None
         if prepared and not self._prepares:
             raise ValueError(
-                "Table(categories=, fill=, or target= without data=) takes tables in memory: read these files by "
-                "pyarrow.parquet.read_table(path) or pandas.read_parquet(path), and pass the result"
+                "Table(categories=, fill=, or target= without data=) takes tables in memory: pass a DataFrame, as "
+                "of pandas.read_parquet(path, columns=[...]), or do this in decode=, a function of the row"
             )
         if in_memory is not None:
             check_bool("Table(in_memory=)", in_memory)

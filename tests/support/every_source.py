@@ -89,6 +89,11 @@ def column_of(row: Mapping[str, Any]) -> torch.Tensor:
     return torch.from_numpy(np.array(row["x"], np.int64))
 
 
+def cells_of(row: Mapping[str, int]) -> torch.Tensor:
+    """Return the numbers of a row of a CSV file."""
+    return torch.tensor(list(row.values()))
+
+
 # --- sources of one's own ---
 
 
@@ -273,6 +278,15 @@ def _parquet(folder: Path) -> str:
     return f"{folder}/*.parquet"
 
 
+def _blocks(folder: Path, suffix: str) -> aiofeed.Table:
+    for at in (0, 6):
+        lines = [json.dumps({"x": row.tolist()}) for row in X[at : at + 6]]
+        if suffix == "csv":
+            lines = ["a,b,c,d", *(",".join(map(str, row)) for row in X[at : at + 6])]
+        (folder / f"{at}.{suffix}").write_text("\n".join(lines))
+    return aiofeed.Table(f"{folder}/*.{suffix}", in_memory=False)
+
+
 def _arrow_file(folder: Path, _: Any) -> aiofeed.Table:
     import pyarrow as pa
 
@@ -404,6 +418,12 @@ EVERY_SOURCE: dict[str, EverySource] = {
     "Table of a file": S(_arrow_file, "rows, Table", None, _as_dicts, ("pyarrow",)),
     "Table of Parquet": S(
         lambda folder, _: aiofeed.Table(_parquet(folder)), "rows, Table, shards", None, _as_dicts, ("pyarrow",)
+    ),
+    "Table of CSV, decoded": S(
+        lambda folder, _: _blocks(folder, "csv"), "a Table with decode=, shards", cells_of, needs=("pyarrow",)
+    ),
+    "Table of JSON Lines": S(
+        lambda folder, _: _blocks(folder, "jsonl"), "rows, Table, shards", None, _as_dicts, ("pyarrow",)
     ),
     "Table of NumPy": S(_structured, "rows, Table", None, _as_dicts, ("pyarrow",)),
     "Table of datasets": S(lambda *_: aiofeed.Table(_hf_dataset()), "rows, Table", None, _as_dicts, ("datasets",)),

@@ -313,10 +313,10 @@ CSV = b"path,label,at,size\n"
         ("m.txt", b"path\na\n", {}, r"the suffix of 'm.txt' is none of csv, tsv, jsonl and parquet"),
         ("m.jsonl", b'{"path": "a"}\n\n{"path": "b"\n', {}, r"m.jsonl: line 3: Expecting ',' delimiter"),
         ("m.jsonl", b'{"path": "a"}\n\xff\n', {}, r"m.jsonl: line 2: .*can't decode"),
-        ("m.json", b'[{"path": "a"}]', {}, r"m.json: line 1 is no JSON object; each line of JSON Lines is one"),
+        ("m.json", b'[{"path": "a"}]', {}, r"m.json: line 1 is no JSON object"),
         ("m.jsonl", b'{"path": "a"}\n{"path": null}\n', {}, r"row 1 .* has no 'path'"),
         ("m.jsonl", b'{"path": "a"}\n{"p": "b"}\n', {}, r"row 1 .* has no 'path'"),
-        ("m.jsonl", b'{"path": "a"}\n{"path": 1}\n', {}, r"m.jsonl: JSON parse error: Column\(/path\) changed"),
+        ("m.jsonl", b'{"path": "a"}\n{"path": 1}\n', {}, r"m.jsonl: row 1 .*path.* has 1"),
         ("m.jsonl", b'{"path": "a", "label": 1}\n{"path": "b"}\n', {"target": "label"}, r"row 1 .* has no 'label'"),
         ("m.parquet", b"PAR1", {}, r"m.parquet: Parquet file size is 4 bytes"),
         ("m.csv.gz", gzip.compress(CSV + b"a,1,0,1\n" * 9999)[:-20], {}, r"m.csv.gz: Truncated compressed stream"),
@@ -406,7 +406,7 @@ def test_a_column_that_is_not_used_may_have_any_values(folder: Path) -> None:
     assert [source.target(row) for row in range(6)] == list(range(6))
     assert read_all(source)[4:] == [b"0", b"1"]
     assert len(Manifest(path)) == 6
-    with pytest.raises(ValueError, match=r"m.jsonl: .*\(/meta\) changed from number to object in row 1"):
+    with pytest.raises(ValueError, match=r"m.jsonl: .*row 1 .*meta"):
         Manifest(path, target="meta")
 
 

@@ -145,7 +145,7 @@ def test_a_small_look_ahead_decodes_more_often_and_says_so_once(
         next(iter(feeder))
     assert max(decoded.values()) > 3
     assert [record.message for record in caplog.records if "decoded several times" in record.message] == [
-        "Table(600 rows in 2 Parquet files): the order needs so many of its parts at a time that each is decoded "
+        "Table(600 rows in 2 files): the order needs so many of its parts at a time that each is decoded "
         'several times in an epoch; shuffle="window" needs fewer, and a larger Limits(lookahead_bytes=...) than 0 MiB '
         "has room for more"
     ]

@@ -51,6 +51,7 @@ FILES: dict[str, bytes] = {
     "x.tsv": CSV.replace(",", "\t").encode(),
     "x.jsonl": LINES.encode(),
     "x.ndjson": LINES.encode(),
+    "x.json": LINES.encode(),
     "x.json.gz": gzip.compress(LINES.encode()),
 }
 
@@ -138,6 +139,9 @@ def test_categories_are_kept() -> None:
     assert batch["city"].tolist() == [1, 9, 9]
     [batch] = Feeder(Table(other[::2], categories=saved, fill={"city": "Rome"}), batch_size=3)
     assert batch["city"].tolist() == [1, 2]
+    one = pandas.DataFrame([{"city": None, "n": None}])  # as a server gets it
+    [batch] = Feeder(Table(one, categories=saved, fill={"city": 9, "n": 0.5}), batch_size=1)
+    assert (batch["city"].tolist(), batch["n"].tolist()) == ([9], [0.5])
     with pytest.raises(ValueError, match=r"row 2 .*'city' has None"):
         Table(pandas.DataFrame(ROWS), categories="codes")
     [batch] = Feeder(Table(frame, ["n"], categories={"n": list(range(40))[::-1]}), batch_size=40)
@@ -148,19 +152,85 @@ def test_categories_are_kept() -> None:
     ("name", "text", "message"),
     [
         ("x.jsonl", '{"a": 1}\n{"a":\n', "line 2"),
-        ("x.jsonl", '{"a": 1}\n{"a": "x"}\n', "/a.* in row 1"),
+        ("x.jsonl", '{"a": 1}\n{"a": "x"}\n', "row 1 .*column .a. has .x."),
         ("x.csv", "a,b\n1,2\n3\n", "Row #3: Expected 2 columns, got 1"),
         ("x.csv", "", "Empty CSV file"),
         ("x.csv", "a,b\n", "no rows"),
         ("x.csv", "a,a\n1,2\n", "2 columns have the name 'a'"),
+        ("x.csv", "a,b\n1,2\n3,4,5\n", "Row #3: Expected 2 columns, got 3: 3,4,5.*separator"),
+        ("x.csv", "a;b\n1;2,5\n", "Row #2: Expected 1 columns.*sep="),
+        ("x.csv", "a,b\n1,x\n2,caf\xe9\n", "row 1 .*column 'b' has .*caf.*utf-8.*encoding="),
+        ("x.csv", "a,caf\xe9\n1,2\n", "utf-8.*encoding="),
+        ("x.csv", "\xff\xfea\0,\0b\0\n\x001\0,\x002\0\n\0", "encoding="),
+        ("x.csv", 'a,b\n1,"x\n2,y\n3,z\n', "'b' has .*open quotation mark"),
+        ("x.csv", "a\n123456789012345678901234567890\n1\n", "row 0 .*'a'.*no type of numbers"),
+        ("x.jsonl", '{"a": "x"}\n{"a": "\xe9"}\n', "line 2.*utf-8"),
+        ("x.jsonl", '{"a": 1}\n{"a": [2]}\n', r"row 1 .*'a' has \[2\], and rows before 1"),
+        ("x.json", '[{"a": 1}, {"a": 2}]', r"line 1 is no JSON object.*read_json\(path\)"),
+        ("x.json", "1\n2\n", "line 1 is no JSON object"),
+        ("x.jsonl", '{"a": 1, "a": 2}\n', "a.* twice in row 0"),
     ],
 )
-def test_errors_name_file_and_row(tmp_path: Path, name: str, text: str, message: str) -> None:
-    """Of files that cannot be parsed."""
-    (tmp_path / name).write_text(text)
+@pytest.mark.parametrize("in_memory", [None, False])
+def test_errors_name_file_and_row(tmp_path: Path, name: str, text: str, message: str, in_memory: bool | None) -> None:
+    """Of files that cannot be parsed, also in a block."""
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    message = "without samples" if in_memory is False and text in ("", "a,b\n") else message
     with pytest.raises(ValueError, match=message) as error:
-        Table(tmp_path / name)
+        Table(tmp_path / name, in_memory=in_memory)
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1\n" * 400 + '"12,5"\n', "row 400 .*'12,5'"),
+        ('"1,234.5"\n"2,345.5"\n', "row 0 .*'1,234.5'.*thousands="),
+        ("1\n2\nabc\n4\n", "row 2 .*'abc'"),
+        ("yes\nno\n", 'categories="codes" makes numbers of texts$'),
+        ("2020-01-01\n2020-01-02\n", 'categories="codes" makes numbers of texts$'),
+    ],
+)
+def test_a_text_among_numbers(tmp_path: Path, text: str, message: str) -> None:
+    """It is named with its row, if most rows are numbers."""
+    (tmp_path / "x.csv").write_text(f"price\n{text}")
+    with pytest.raises(TypeError, match=rf"x\.csv: column 'price' .*{message}"):
+        Feeder(Table(tmp_path / "x.csv"), batch_size=2)
+    (tmp_path / "y.csv").write_text("a;b\n1;2\n")
+    with pytest.raises(TypeError, match=r"'a;b' has a separator.*sep="):
+        Feeder(Table(tmp_path / "y.csv"), batch_size=2)
+
+
+def test_a_file_without_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whose first line has numbers only is read, with a warning."""
+    (tmp_path / "x.csv").write_text("1,2.5\n3,4.5\n")
+    assert len(Table(tmp_path / "x.csv")) == 1
+    assert "x.csv: the first line has numbers and no names" in caplog.text
+
+
+CORRECT: dict[str, tuple[str, dict[str, list[Any]]]] = {
+    "BOM": ("\ufeffa,b\n1,2\n", {"a": [1], "b": [2]}),
+    "Windows": ("a,b\r\n1,2\r\n3,4\r\n", {"a": [1, 3], "b": [2, 4]}),
+    "Mac": ("a,b\r1,2\r3,4\r", {"a": [1, 3], "b": [2, 4]}),
+    "blank lines": ("a,b\n1,2\n\n3,4\n\n\n", {"a": [1, 3], "b": [2, 4]}),
+    "bools": ("a,b\ntrue,1\nFalse,0\n", {"a": [True, False], "b": [1, 0]}),
+    "quotes": ('a,b\n"x, ""y""\nz",2\n5" pipe,3\n', {"a": ['x, "y"\nz', '5" pipe'], "b": [2, 3]}),
+    "a quote at the end": ('a\n"x\ny"\n"x\nz"' + "\n" * 99, {"a": ["x\ny", "x\nz"]}),
+    "missing": ("a,b\n,x\nNA,\n1,NA\n", {"a": [None, None, 1], "b": ["x", None, None]}),
+    "dates": ("a\n2020-01-01\n2020-01-02\n", {"a": ["2020-01-01", "2020-01-02"]}),
+    "large": ("a\n9223372036854775808\n1\n", {"a": [9223372036854775808, 1]}),
+    "index": (",a\n0,1\n1,2\n", {"": [0, 1], "a": [1, 2]}),
+}
+
+
+@pytest.mark.parametrize("in_memory", [None, False])
+@pytest.mark.parametrize("kind", CORRECT)
+def test_files_as_programs_write_them(tmp_path: Path, kind: str, in_memory: bool | None) -> None:
+    """Have the values that they show."""
+    text, columns = CORRECT[kind]
+    (tmp_path / "x.csv").write_bytes(text.encode())
+    [rows] = Feeder(Table(tmp_path / "x.csv", in_memory=in_memory), batch_size=3, collate_fn=list)
+    assert {name: [row[name] for row in rows] for name in rows[0]} == columns
 
 
 def test_wrong_arguments_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,21 +238,36 @@ def test_wrong_arguments_say_what_to_do(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "x.csv").write_text(CSV)
     with pytest.raises(TypeError, match=r"'age' has null values.*first null is in row 0 .*fill="):
         Feeder(Table(tmp_path / "x.csv"), batch_size=2)
+    nulls = r"columns with nulls: \['age', 'city'\]"
+    with pytest.raises(TypeError, match=rf"'age' has null values.*{nulls}"):
+        Feeder(Table(tmp_path / "x.csv"), batch_size=2)
+    with pytest.raises(ValueError, match=rf"row 2 .*'city' has None.*fill=.*{nulls}"):
+        Table(tmp_path / "x.csv", categories="codes")
     with pytest.raises(TypeError, match=r"'city' has .*categories=\"codes\""):
         Feeder(Table(pa.table({"city": ["a", "b"]})), batch_size=2)
     with pytest.raises(ValueError, match=r"x\.csv: fill= of column 'age'"):
         Table(tmp_path / "x.csv", fill={"age": "none"})
+    with pytest.raises(TypeError, match=r"fill=. must be a dict"):
+        Table(tmp_path / "x.csv", fill=0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"sep=';'.*read_csv"):
+        Table(tmp_path / "x.csv", sep=";")  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"there is no column 'ages'"):
         Table(tmp_path / "x.csv", fill={"ages": 1})
     with pytest.raises(TypeError, match=r"categories=.* \"codes\""):
         Table(tmp_path / "x.csv", categories="onehot")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Parquet"):
-        Table(tmp_path / "x.csv", in_memory=False)
+    (tmp_path / "x.csv.gz").write_bytes(gzip.compress(CSV.encode()))
+    with pytest.raises(ValueError, match=r"in_memory=False.*decompress it, or write Parquet"):
+        Table(tmp_path / "x.csv.gz", in_memory=False)
     with pytest.raises(FileNotFoundError):
         Table(tmp_path / "missing.csv")
     pytest.importorskip("pyarrow.parquet").write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match=r"read_table\(path\)"):
+    with pytest.raises(ValueError, match=r"read_parquet\(path, .*decode="):
         Table(tmp_path / "x.parquet", target="b")
     monkeypatch.setattr(machine, "rank_memory", lambda: 100)
-    with pytest.raises(ValueError, match=r"to parse it needs .* is 50 bytes|50 B.*write_dataset"):
-        Table(tmp_path / "x.csv")
+    with pytest.raises(ValueError, match=r"to parse it needs .* is 50 .*write_dataset"):
+        Table(tmp_path / "x.csv.gz")
+    with pytest.raises(ValueError, match=r"to parse it needs .* is 50 .*Leave in_memory= out"):
+        Table(tmp_path / "x.csv", in_memory=True)
+    assert len(Table(tmp_path / "x.csv")) == len(ROWS)
+    with pytest.raises(ValueError, match=r"decode="):
+        Table(tmp_path / "x.csv", fill={"age": 0})

@@ -304,8 +304,8 @@ async def share_a_feeder(feeder: aiofeed.Feeder[Any]) -> None:
 def make_mistakes() -> None:
     """Each statement is a type error, and an error at run time."""
     rows, folder, decode = Rows(), aiofeed.ImageFolder("train"), aiofeed.DecodeImage(224)
-    aiofeed.Feeder(rows, batch_size=2, shufle=True)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
-    aiofeed.Feeder(rows, batch_size=2, num_workers=4)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    aiofeed.Feeder(rows, batch_size=2, shufle=True)  # type: ignore[call-overload]  # pyright: ignore
+    aiofeed.Feeder(rows, batch_size=2, num_workers=4)  # type: ignore[call-overload]  # pyright: ignore
     aiofeed.Feeder(rows, decode=decode, batch_size=2)  # type: ignore[call-overload]  # pyright: ignore
     aiofeed.Feeder("train", decode=decode, batch_size=2)  # type: ignore[call-overload]  # pyright: ignore
     aiofeed.Feeder(aiofeed.ImageFolder, decode=decode, batch_size=2)  # type: ignore[call-overload]  # pyright: ignore
@@ -318,7 +318,7 @@ def make_mistakes() -> None:
     aiofeed.Limits(num_workers=4)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     aiofeed.Manifest("m.csv", targets="label")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     aiofeed.Files(["a"], target=[1])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-    aiofeed.prefetch([rows], devise="cpu")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    aiofeed.prefetch([rows], devise="cpu")  # type: ignore[call-overload]  # pyright: ignore
     image_batches = aiofeed.Feeder(folder, decode=decode, batch_size=2)
     image_batches.timeline(merge=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     image_batches.progress(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -30,7 +30,7 @@ from aiofeed.kernel.runtime.threads import JOIN_S
 from aiofeed.kernel.sampling.progress import Checkpoint, Trail
 
 if TYPE_CHECKING:
-    from typing import Required, TypeAlias, TypedDict, Unpack, overload
+    from typing import Required, TypeAlias, Unpack, overload
 
     import torch
     import typing_extensions
@@ -76,7 +76,10 @@ if TYPE_CHECKING:
         Literal["thread", "process", "process:2", "process:4", "process:8", "process:16", "ray"] | Processes | RayEngine
     )
 
-    class _Options(TypedDict, total=False):
+    class NoSuchArgument:
+        """What an argument of another name would have to be, so that pyright names it in place of all overloads."""
+
+    class _Options(typing_extensions.TypedDict, total=False, extra_items=NoSuchArgument):  # type: ignore[call-arg]
         """Arguments of ``Feeder`` that do not change the type of its batches."""
 
         batch_size: int | Plan | None
@@ -114,12 +117,16 @@ if TYPE_CHECKING:
         collate_fn: Callable[[list[Any]], Any] | None
         transform: Required[Callable[[Any], BatchT]]
 
-    class _Devices(_Options, total=False):
+    class _Replaced(_Options, total=False):
+        """And those that make another batch, of any type."""
+
+        collate_fn: Callable[[list[Any]], Any] | None
+        transform: Callable[[Any], Any] | None
+
+    class _Devices(_Replaced, total=False):
         """And those of batches with a part for each device."""
 
         device: Required[Sequence[Device]]
-        collate_fn: Callable[[list[Any]], Any] | None
-        transform: Callable[[Any], Any] | None
 else:
     BatchT = TypeVar("BatchT")
 
@@ -290,10 +297,8 @@ class Feeder(Generic[BatchT]):
             *,
             keys: Literal[True],
             decode: Decode[Any] | None = None,
-            collate_fn: Callable[[list[Any]], Any] | None = None,
             device: Device | Sequence[Device] = None,
-            transform: Callable[[Any], Any] | None = None,
-            **options: Unpack[_Options],
+            **options: Unpack[_Replaced],
         ) -> None: ...
 
     def __init__(
