@@ -1,4 +1,4 @@
-"""``DecodeAudio``: crops of recordings at one sample rate.
+"""``DecodeAudio``: recordings, or crops of them, at one sample rate.
 
 A crop is cut at the samples of the whole recording at the new rate, so that it equals that part of it. Timestamps come
 from a pass over all packets, because seeks in MP3 are not exact; only the packets of the crop are decoded.
@@ -7,14 +7,17 @@ from a pass over all packets, because seeks in MP3 are not exact; only the packe
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from aiofeed.kernel.core.faces import BaseSource
 from aiofeed.kernel.core.types import Row, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.kernel.feeder.arguments import as_source
 from aiofeed.kernel.sampling.order import SplitMix64, seed_from
 from aiofeed.media.container import Media, import_av, open_media, packets_of
 
@@ -35,6 +38,7 @@ MOST_RATIO = 100
 @explain_arguments(
     {
         "sample_rate": "it is called rate",
+        "sampling_rate": "it is called rate",
         "num_channels": "it is called channels",
         "mono": "channels=1, the default, is the mean of all channels",
         "duration": "it is called seconds",
@@ -43,7 +47,7 @@ MOST_RATIO = 100
 )
 @dataclass(frozen=True)
 class DecodeAudio:
-    """Decode the bytes of an audio file, or the sound of a video, to float32 [channels, rate * seconds].
+    """Decode the bytes of an audio file, or the sound of a video, to float32 [channels, samples].
 
     Example:
         ```python
@@ -60,10 +64,14 @@ class DecodeAudio:
     Needs ``pip install "aiofeed[media]"``. Full scale is -1 to 1. A recording shorter than ``seconds`` is followed by
     zeros. Also decodes the path of a local file, which is opened in place.
 
+    Whole recordings have lengths of their own: pad them with ``collate_fn=aiofeed.pad_collate()``, which pads their last
+    dimension. ``Buckets`` and ``TokenBudget`` without ``lengths`` take those of ``lengths(source)``.
+
     Args:
         rate: Samples per second. A file with another rate is resampled.
-        seconds: Length of a sample.
-        crop: "random" draws the place of the crop from the sample's own random numbers; "first" is the beginning.
+        seconds: Length of a sample; ``None`` for whole recordings.
+        crop: "random" draws the place of the crop from the sample's own random numbers; "first" is the beginning. Whole
+            recordings have none.
         channels: 1 is the mean of all channels. For another number files have that many channels, or one, which is
             repeated.
         resample: If False, a file with another rate is an error.
@@ -76,12 +84,12 @@ class DecodeAudio:
     """
 
     rate: int
-    seconds: float
+    seconds: float | None = None
     crop: Literal["random", "first"] = field(default="random", kw_only=True)
     channels: int = field(default=1, kw_only=True)
     resample: bool = field(default=True, kw_only=True)
 
-    row: Row = field(init=False, repr=False, compare=False)
+    row: Row | None = field(init=False, repr=False, compare=False)
     takes_seed: bool = field(init=False, repr=False, compare=False)
 
     cache_advice = (
@@ -96,56 +104,133 @@ class DecodeAudio:
         check_bool("DecodeAudio(resample=...)", self.resample)
         if self.crop not in ("random", "first"):
             raise ValueError(f'DecodeAudio(crop=...) must be "random" or "first", got {self.crop!r}')
-        try:
-            samples = round(self.rate * self.seconds)
-        except (TypeError, ValueError, OverflowError):
-            samples = 0
-        if samples < 1:
-            raise ValueError(f"DecodeAudio(seconds=...) must be at least one sample, 1 / rate, got {self.seconds!r}")
-        object.__setattr__(self, "row", Row((self.channels, samples), "float32"))
-        object.__setattr__(self, "takes_seed", self.crop == "random")
+        row = None
+        if self.seconds is not None:
+            try:
+                samples = round(self.rate * self.seconds)
+            except (TypeError, ValueError, OverflowError):
+                samples = 0
+            if samples < 1:
+                raise ValueError(
+                    f"DecodeAudio(seconds=...) must be at least one sample, 1 / rate, or None for whole recordings, got "
+                    f"{self.seconds!r}"
+                )
+            row = Row((self.channels, samples), "float32")
+        object.__setattr__(self, "row", row)
+        object.__setattr__(self, "takes_seed", row is not None and self.crop == "random")
+
+    @property
+    def time_axis(self) -> int:
+        """The dimension of its samples that ``pad_collate`` pads: whole recordings differ in the last one."""
+        return 0 if self.row is not None else -1
 
     def __call__(self, data: Media, /, *, rng: torch.Generator | None = None) -> torch.Tensor:
         """Decode to a float32 CPU tensor; ``rng`` chooses a random crop."""
         import torch
 
         seed = seed_from(rng, self) if self.takes_seed else None
-        out = np.empty(self.row.shape, np.float32)
-        self.decode_into(data, out, seed)
-        return torch.from_numpy(out)
+        with open_media(data, "audio") as opened:
+            return torch.from_numpy(self._decode(self.recording(*opened), seed))
 
     def decode_into(self, data: Media, out: NDArray[np.float32], seed: int | None = None) -> None:
         """Decode a crop into ``out``, float32 of ``row.shape``."""
+        with open_media(data, "audio") as opened:
+            out[:] = self._decode(self.recording(*opened), seed)
+
+    def lengths(self, source: Any, /) -> NDArray[np.int64]:
+        """Return the length of each sample of a source, in samples at ``rate``, int64: for ``Buckets`` and others.
+
+        Reads what files state of their lengths, without decoding; of local files the head only. The last milliseconds
+        may differ from what is decoded, and the length of an MP3 without a table of its frames is an estimate. Shows
+        its progress.
+
+        Raises:
+            ReadError, DecodeError: A file cannot be read, or is no audio file. The message names it.
+        """
+        from aiofeed.common.progress_bar import LoadProgress
+        from aiofeed.kernel.feeder.feeder import Feeder
+
+        source = as_source(source).adopted()
+        if self.row is not None:
+            return np.full(len(source), self.row.shape[1])
+        name, found = f"reading the lengths of {source!r}", list[int]()
+        heads: Any = source if source.local_file is None else _InPlace(source)
+        feeder = Feeder(heads, decode=self._stated, batch_size=32, sampler=range(len(source)), collate_fn=list)
+        with feeder, LoadProgress(name, "files", len(source), lambda done: f"{name}: {done:,} files") as progress:
+            for batch in feeder:
+                found += [each[0] if isinstance(each, tuple) else each for each in batch]
+                progress.add(len(batch))
+        return np.array(found, np.int64)
+
+    def _stated(self, data: Media) -> int:
+        """Return the length of a recording as far as its file states it; otherwise its packets tell."""
         with open_media(data, "audio") as (container, stream):
-            rate = stream.codec_context.sample_rate
-            if not 0 < rate <= MOST_RATIO * self.rate:
-                raise ValueError(f"the file has {rate} samples per second, not 1 to {MOST_RATIO} * {self.rate}")
-            if rate != self.rate and not self.resample:
-                raise ValueError(
-                    f"the file has {rate} samples per second, not {self.rate}: pass resample=True to DecodeAudio, or "
-                    f"convert the file"
-                )
-            packets = packets_of(container, stream)
-            if not packets:
-                raise ValueError("the audio has no samples")
-            # Decoders drop the silence that encoders of MP3 and AAC put before a recording.
-            origin = round((stream.start_time or 0) * stream.time_base * rate)
-            last = packets[-1]
-            length = _position(last, rate) - origin + round((last.duration or 0) * last.time_base * rate)
-            start = self._start(length * self.rate // rate - out.shape[1], seed)
-            # Both rates have a sample at the start of each block, so that the resampled parts of a recording fit.
-            divisor = math.gcd(rate, self.rate)
-            block, new_block = rate // divisor, self.rate // divisor
-            blocks = max(start // new_block - math.ceil(MARGIN_S * rate / block), 0)
-            stop = math.ceil((start + out.shape[1]) * rate / self.rate + MARGIN_S * rate)
-            part = origin + blocks * block, origin + stop
-            sound = self._mixed(_decode(stream.codec_context, packets, rate, *part))
-            if rate != self.rate:
-                sound = np.stack([_resample(channel, rate, self.rate) for channel in sound])
-        start -= blocks * new_block
-        sound = sound[:, start : start + out.shape[1]]
-        out[:, : sound.shape[1]] = sound
-        out[:, sound.shape[1] :] = 0.0
+            rate = self._rate_of(stream)
+            seconds = stream.duration * stream.time_base if stream.duration else (container.duration or 0) / 1_000_000
+            return max(math.ceil(seconds * self.rate), 1) if seconds > 0 else self.recording(container, stream).length
+
+    def _rate_of(self, stream: Any) -> int:
+        rate: int = stream.codec_context.sample_rate
+        if not 0 < rate <= MOST_RATIO * self.rate:
+            raise ValueError(f"the file has {rate} samples per second, not 1 to {MOST_RATIO} * {self.rate}")
+        if rate != self.rate and not self.resample:
+            raise ValueError(
+                f"the file has {rate} samples per second, not {self.rate}: pass resample=True to DecodeAudio, or "
+                f"convert the file"
+            )
+        return rate
+
+    def recording(self, container: Any, stream: Any) -> Recording:
+        """Return the packets of an open file and where they begin.
+
+        Raises:
+            ValueError: It is truncated, has no samples, or a rate that is refused.
+        """
+        rate = self._rate_of(stream)
+        packets = packets_of(container, stream)
+        if not packets:
+            raise ValueError("the audio has no samples")
+        # Decoders drop the silence that encoders of MP3 and AAC put before a recording.
+        origin = round((stream.start_time or 0) * stream.time_base * rate)
+        last = packets[-1]
+        length = _position(last, rate) - origin + round((last.duration or 0) * last.time_base * rate)
+        return Recording(stream.codec_context, packets, rate, origin, length * self.rate // rate)
+
+    def _decode(self, recording: Recording, seed: int | None) -> NDArray[np.float32]:
+        if self.row is None:
+            return self.part(recording, 0, None)
+        count = self.row.shape[1]
+        return self.part(recording, self._start(recording.length - count, seed), count)
+
+    def part(self, recording: Recording, start: int, count: int | None) -> NDArray[np.float32]:
+        """Return ``count`` samples from ``start`` on, [channels, count], zeros behind the end; ``None``: all."""
+        rate, origin = recording.rate, recording.origin
+        # Both rates have a sample at the start of each block, so that the resampled parts of a recording fit.
+        divisor = math.gcd(rate, self.rate)
+        block, new_block = rate // divisor, self.rate // divisor
+        blocks = max(start // new_block - math.ceil(MARGIN_S * rate / block), 0)
+        stop = sys.maxsize
+        if count is not None:
+            stop = origin + math.ceil((start + count) * rate / self.rate + MARGIN_S * rate)
+        sound = self._mixed(_decode(recording.context, recording.packets, rate, origin + blocks * block, stop))
+        if count is None:
+            count = -(-sound.shape[1] * self.rate // rate)
+        if rate != self.rate:
+            sound = np.stack([_resample(channel, rate, self.rate) for channel in sound])
+        sound = sound[:, start - blocks * new_block :][:, :count]
+        found = np.zeros((self.channels, count), np.float32)
+        found[:, : sound.shape[1]] = sound
+        return found
+
+    def beside(self, recording: Recording, time: float, out: NDArray[np.float32]) -> None:
+        """Write the sound from a time of the file on into ``out``, [channels, samples]; zeros where there is none."""
+        count = out.shape[1]
+        start = round((time - recording.origin / recording.rate) * self.rate)
+        at = max(min(start, recording.length - count), 0)  # a part that has samples
+        shift = min(max(at - start, -count), count)
+        out[:] = 0.0
+        sound = self.part(recording, at, count)
+        out[:, max(shift, 0) : count + min(shift, 0)] = sound[:, max(-shift, 0) : count - max(shift, 0)]
 
     def _start(self, most: int, seed: int | None) -> int:
         """Return the first sample of the crop, at most ``most``."""
@@ -163,6 +248,39 @@ class DecodeAudio:
                 f"the file has {len(sound)} channels, not {self.channels}: pass channels=1 to DecodeAudio for the mean"
             )
         return np.broadcast_to(sound, (self.channels, sound.shape[1]))
+
+
+class Recording(NamedTuple):
+    """An open recording.
+
+    Args:
+        context: Its decoder.
+        packets: Its packets.
+        rate: Its samples per second.
+        origin: The position of its first sample, at this rate.
+        length: Its length at the rate of ``DecodeAudio``.
+    """
+
+    context: Any
+    packets: Sequence[Any]
+    rate: int
+    origin: int
+    length: int
+
+
+class _InPlace:
+    """The samples of local files as paths, so that their heads only are read."""
+
+    def __init__(self, source: BaseSource) -> None:
+        self._source = source
+        self.key = source.key
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    async def read(self, index: int) -> str:
+        assert self._source.local_file is not None
+        return self._source.local_file(index)
 
 
 def _position(timed: Any, rate: int) -> int:

@@ -157,6 +157,9 @@ class BaseSource(Declares):
     version: Callable[[int], str] | None = None
     """Returns a text that changes with the bytes of a sample."""
 
+    local_file: Callable[[int], str] | None = None
+    """Returns the path of the local file that a sample is, which a decoder may open in place."""
+
     def storage_statistics(self) -> StorageStatistics | None:
         """Return the requests so far; ``None`` if it makes none."""
         return None
@@ -310,7 +313,9 @@ class BaseSource(Declares):
 
 
 # The first argument of these members is an index or a list of indices; of those below, an array of indices, too.
-BY_INDEX: frozenset[str] = frozenset({"key", "read", "target", "version", "nbytes", "read_many", "read_now"})
+BY_INDEX: frozenset[str] = frozenset(
+    {"key", "read", "target", "version", "nbytes", "read_many", "read_now", "local_file"}
+)
 BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_ahead", "gathered", "first_tokens"})
 # Members by which the kernel knows its own sources; an object of the user that has the names means something else.
 # fmt: off
@@ -318,7 +323,7 @@ _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
     "form_batch", "feeder", "source_names", "lengths", "structure", "adopted", "as_samples", "in_batches",
     "for_neighbours", "in_pieces", "joined", "order", "draws", "new_order", "gathers_on_device", "check_room",
-    "for_memory", "load",
+    "for_memory", "load", "local_file",
 })
 # fmt: on
 
@@ -433,6 +438,8 @@ class BoundDecoder:
         takes_seed: Whether the rows that it writes depend on random numbers.
         takes_target: Whether it is called with the keyword ``target``.
         backend: Which library decodes images, of those decoders that leave the choice.
+        time_axis: The dimension of what it returns that is its length.
+        lengths: Returns the lengths of what it makes of the samples of a source, without decoding, if it can.
     """
 
     call: Callable[..., Any]
@@ -443,6 +450,8 @@ class BoundDecoder:
     takes_seed: bool
     takes_target: bool
     backend: Any
+    time_axis: int
+    lengths: Callable[[BaseSource], NDArray[np.int64]] | None
 
     @property
     def keywords(self) -> list[str]:
@@ -462,7 +471,15 @@ def bind_decoder(decode: Callable[..., Any]) -> BoundDecoder:
         bool(getattr(decode, "takes_seed", False)),
         getattr(decode, "takes_target", False) is True,
         getattr(decode, "backend", None),
+        getattr(decode, "time_axis", 0),
+        getattr(decode, "lengths", None),
     )
+
+
+def collate_along(collate_fn: Any, axis: int) -> Any:
+    """Return ``collate_fn=`` for samples whose length is that dimension, if it has a method ``along``."""
+    along = getattr(collate_fn, "along", None)
+    return collate_fn if along is None else along(axis)
 
 
 class BuildsBatches(ABC):
