@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+import aiofeed
 from aiofeed.kernel.core.faces import BaseSource
 from aiofeed.kernel.core.types import Row, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
-from aiofeed.kernel.feeder.arguments import as_source
 from aiofeed.kernel.sampling.order import SplitMix64, seed_from
 from aiofeed.media.container import Media, import_av, open_media, packets_of
 
@@ -64,8 +64,8 @@ class DecodeAudio:
     Needs ``pip install "aiofeed[media]"``. Full scale is -1 to 1. A recording shorter than ``seconds`` is followed by
     zeros. Also decodes the path of a local file, which is opened in place.
 
-    Whole recordings have lengths of their own: pad them with ``collate_fn=aiofeed.pad_collate()``, which pads their last
-    dimension. ``Buckets`` and ``TokenBudget`` without ``lengths`` take those of ``lengths(source)``.
+    Whole recordings have lengths of their own: pad them with ``collate_fn=aiofeed.pad_collate()``, which pads their
+    last dimension. ``Buckets`` and ``TokenBudget`` without ``lengths`` take those of ``lengths(source)``.
 
     Args:
         rate: Samples per second. A file with another rate is resampled.
@@ -112,8 +112,8 @@ class DecodeAudio:
                 samples = 0
             if samples < 1:
                 raise ValueError(
-                    f"DecodeAudio(seconds=...) must be at least one sample, 1 / rate, or None for whole recordings, got "
-                    f"{self.seconds!r}"
+                    f"DecodeAudio(seconds=...) must be at least one sample, 1 / rate, or None for whole recordings, "
+                    f"got {self.seconds!r}"
                 )
             row = Row((self.channels, samples), "float32")
         object.__setattr__(self, "row", row)
@@ -148,14 +148,14 @@ class DecodeAudio:
             ReadError, DecodeError: A file cannot be read, or is no audio file. The message names it.
         """
         from aiofeed.common.progress_bar import LoadProgress
-        from aiofeed.kernel.feeder.feeder import Feeder
+        from aiofeed.kernel.feeder.arguments import as_source
 
         source = as_source(source).adopted()
         if self.row is not None:
             return np.full(len(source), self.row.shape[1])
         name, found = f"reading the lengths of {source!r}", list[int]()
         heads: Any = source if source.local_file is None else _InPlace(source)
-        feeder = Feeder(heads, decode=self._stated, batch_size=32, sampler=range(len(source)), collate_fn=list)
+        feeder = aiofeed.Feeder(heads, decode=self._stated, batch_size=32, sampler=range(len(source)), collate_fn=list)
         with feeder, LoadProgress(name, "files", len(source), lambda done: f"{name}: {done:,} files") as progress:
             for batch in feeder:
                 found += [each[0] if isinstance(each, tuple) else each for each in batch]
@@ -165,7 +165,7 @@ class DecodeAudio:
     def _stated(self, data: Media) -> int:
         """Return the length of a recording as far as its file states it; otherwise its packets tell."""
         with open_media(data, "audio") as (container, stream):
-            rate = self._rate_of(stream)
+            self._rate_of(stream)
             seconds = stream.duration * stream.time_base if stream.duration else (container.duration or 0) / 1_000_000
             return max(math.ceil(seconds * self.rate), 1) if seconds > 0 else self.recording(container, stream).length
 

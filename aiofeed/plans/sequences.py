@@ -64,9 +64,8 @@ def pad_collate(
         print(mask)  # [[1, 1, 1], [1, 0, 0]]
         ```
 
-    A sequence is a tensor, an array or a list of numbers. It is padded along dimension 0, or along ``dim``, and stacked to
-    [N, T, ...].
-    Other parts are collated as by ``default_collate``.
+    A sequence is a tensor, an array or a list of numbers. It is padded along dimension 0, or ``dim``, and stacked to
+    [N, T, ...]. Other parts are collated as by ``default_collate``.
 
     Without ``parts``, each sequence of one dimension is padded, and those that are as long as the first one. The mask
     is that of the first one; if ``value`` is a dict, of the first one that it names. Lists beside tensors or arrays are
@@ -79,8 +78,8 @@ def pad_collate(
         parts: The sequences to pad, each by its own length: keys of samples that are dicts, places in tuples and lists.
         side: Where the padding goes.
         multiple_of: Pad to a multiple of this length, as tensor cores like it. Default: to the longest sample.
-        dim: The dimension that is the length of each sequence: -1 pads sounds [channels, T] to [N, channels, T]. Default:
-            -1 for whole recordings of ``DecodeAudio``, otherwise 0.
+        dim: The dimension that is padded: 0, or -1, the last one, which makes [N, channels, T] of sounds [channels, T].
+            Default: -1 for whole recordings of ``DecodeAudio``, otherwise 0.
 
     Returns:
         A function, which can be pickled. A batch of dicts is a dict with the mask as ``"attention_mask"``, or with
@@ -210,9 +209,9 @@ class PadCollate:
         # Nor has it the other dimensions.
         filled = [part for part in parts if len(part)] or parts[:1]
         if len(shapes := {part.shape[1:]: [*part.movedim(0, self.dim or 0).shape] for part in filled}) > 1:
-            way = "" if self.dim else "; dim=-1 pads the last one"
+            known, way = [*shapes.values()], "" if self.dim else "; dim=-1 pads the last one"
             raise TypeError(
-                f"pad_collate pads dimension {self.dim or 0} only, and {name!r} has the shapes {[*shapes.values()]}{way}"
+                f"pad_collate pads dimension {self.dim or 0} only, and {name!r} has the shapes {known}{way}"
             )
         dtype = functools.reduce(torch.promote_types, [part.dtype for part in filled])
         rest = filled[0].shape[1:]

@@ -157,8 +157,10 @@ class BaseSource(Declares):
     version: Callable[[int], str] | None = None
     """Returns a text that changes with the bytes of a sample."""
 
-    local_file: Callable[[int], str] | None = None
-    """Returns the path of the local file that a sample is, which a decoder may open in place."""
+    @default
+    def local_file(self) -> Callable[[int], str] | None:
+        """Returns the path of the local file that a sample is, which a decoder may open in place."""
+        return None
 
     def storage_statistics(self) -> StorageStatistics | None:
         """Return the requests so far; ``None`` if it makes none."""
