@@ -7,10 +7,9 @@ from a pass over all packets, because seeks in MP3 are not exact; only the packe
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from aiofeed.kernel.core.faces import BaseSource
 from aiofeed.kernel.core.types import Row, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.kernel.sampling.order import SplitMix64, seed_from
+from aiofeed.kernel.sources.files import Files
 from aiofeed.media.container import Media, import_av, open_media, packets_of
 
 if TYPE_CHECKING:
@@ -104,18 +104,16 @@ class DecodeAudio:
         check_bool("DecodeAudio(resample=...)", self.resample)
         if self.crop not in ("random", "first"):
             raise ValueError(f'DecodeAudio(crop=...) must be "random" or "first", got {self.crop!r}')
-        row = None
-        if self.seconds is not None:
-            try:
-                samples = round(self.rate * self.seconds)
-            except (TypeError, ValueError, OverflowError):
-                samples = 0
-            if samples < 1:
-                raise ValueError(
-                    f"DecodeAudio(seconds=...) must be at least one sample, 1 / rate, or None for whole recordings, "
-                    f"got {self.seconds!r}"
-                )
-            row = Row((self.channels, samples), "float32")
+        try:
+            samples = 1 if self.seconds is None else round(self.rate * self.seconds)
+        except (TypeError, ValueError, OverflowError):
+            samples = 0
+        if samples < 1:
+            raise ValueError(
+                f"DecodeAudio(seconds=...) must be at least one sample, 1 / rate, or None for whole recordings, got "
+                f"{self.seconds!r}"
+            )
+        row = None if self.seconds is None else Row((self.channels, samples), "float32")
         object.__setattr__(self, "row", row)
         object.__setattr__(self, "takes_seed", row is not None and self.crop == "random")
 
@@ -128,14 +126,11 @@ class DecodeAudio:
         """Decode to a float32 CPU tensor; ``rng`` chooses a random crop."""
         import torch
 
-        seed = seed_from(rng, self) if self.takes_seed else None
-        with open_media(data, "audio") as opened:
-            return torch.from_numpy(self._decode(self.recording(*opened), seed))
+        return torch.from_numpy(self._sound(data, seed_from(rng, self) if self.takes_seed else None))
 
     def decode_into(self, data: Media, out: NDArray[np.float32], seed: int | None = None) -> None:
         """Decode a crop into ``out``, float32 of ``row.shape``."""
-        with open_media(data, "audio") as opened:
-            out[:] = self._decode(self.recording(*opened), seed)
+        out[:] = self._sound(data, seed)
 
     def lengths(self, source: Any, /) -> NDArray[np.int64]:
         """Return the length of each sample of a source, in samples at ``rate``, int64: for ``Buckets`` and others.
@@ -154,7 +149,8 @@ class DecodeAudio:
         if self.row is not None:
             return np.full(len(source), self.row.shape[1])
         name, found = f"reading the lengths of {source!r}", list[int]()
-        heads: Any = source if source.local_file is None else _InPlace(source)
+        is_local = isinstance(source.given, Files) and source.given.is_local
+        heads: Any = _Paths(source) if is_local else source
         feeder = aiofeed.Feeder(heads, decode=self._stated, batch_size=32, sampler=range(len(source)), collate_fn=list)
         with feeder, LoadProgress(name, "files", len(source), lambda done: f"{name}: {done:,} files") as progress:
             for batch in feeder:
@@ -163,74 +159,59 @@ class DecodeAudio:
         return np.array(found, np.int64)
 
     def _stated(self, data: Media) -> int:
-        """Return the length of a recording as far as its file states it; otherwise its packets tell."""
+        """Return the length of a recording as far as its file states it."""
         with open_media(data, "audio") as (container, stream):
-            self._rate_of(stream)
             seconds = stream.duration * stream.time_base if stream.duration else (container.duration or 0) / 1_000_000
-            return max(math.ceil(seconds * self.rate), 1) if seconds > 0 else self.recording(container, stream).length
+        return math.ceil(seconds * self.rate) if seconds > 0 else self.parts(data, lambda *_: [0], None)[0].shape[1]
 
-    def _rate_of(self, stream: Any) -> int:
-        rate: int = stream.codec_context.sample_rate
-        if not 0 < rate <= MOST_RATIO * self.rate:
-            raise ValueError(f"the file has {rate} samples per second, not 1 to {MOST_RATIO} * {self.rate}")
-        if rate != self.rate and not self.resample:
-            raise ValueError(
-                f"the file has {rate} samples per second, not {self.rate}: pass resample=True to DecodeAudio, or "
-                f"convert the file"
-            )
-        return rate
+    def _sound(self, data: Media, seed: int | None) -> NDArray[np.float32]:
+        count = None if self.row is None else self.row.shape[1]
+        return self.parts(data, lambda length, _: [self._start(length - (count or length), seed)], count)[0]
 
-    def recording(self, container: Any, stream: Any) -> Recording:
-        """Return the packets of an open file and where they begin.
+    def parts(
+        self, data: Media, starts: Callable[[int, float], Iterable[int]], count: int | None
+    ) -> list[NDArray[np.float32]]:
+        """Return parts of a recording, [channels, count] each, with zeros where it has no sound.
 
-        Raises:
-            ValueError: It is truncated, has no samples, or a rate that is refused.
+        Args:
+            data: The recording.
+            starts: Returns the first sample of each part, given the length, and the time of the file that sample 0 has.
+            count: The samples of each; ``None``: all from the beginning on.
         """
-        rate = self._rate_of(stream)
-        packets = packets_of(container, stream)
-        if not packets:
-            raise ValueError("the audio has no samples")
-        # Decoders drop the silence that encoders of MP3 and AAC put before a recording.
-        origin = round((stream.start_time or 0) * stream.time_base * rate)
-        last = packets[-1]
-        length = _position(last, rate) - origin + round((last.duration or 0) * last.time_base * rate)
-        return Recording(stream.codec_context, packets, rate, origin, length * self.rate // rate)
-
-    def _decode(self, recording: Recording, seed: int | None) -> NDArray[np.float32]:
-        if self.row is None:
-            return self.part(recording, 0, None)
-        count = self.row.shape[1]
-        return self.part(recording, self._start(recording.length - count, seed), count)
-
-    def part(self, recording: Recording, start: int, count: int | None) -> NDArray[np.float32]:
-        """Return ``count`` samples from ``start`` on, [channels, count], zeros behind the end; ``None``: all."""
-        rate, origin = recording.rate, recording.origin
-        # Both rates have a sample at the start of each block, so that the resampled parts of a recording fit.
-        divisor = math.gcd(rate, self.rate)
-        block, new_block = rate // divisor, self.rate // divisor
-        blocks = max(start // new_block - math.ceil(MARGIN_S * rate / block), 0)
-        stop = sys.maxsize
-        if count is not None:
-            stop = origin + math.ceil((start + count) * rate / self.rate + MARGIN_S * rate)
-        sound = self._mixed(_decode(recording.context, recording.packets, rate, origin + blocks * block, stop))
-        if count is None:
-            count = -(-sound.shape[1] * self.rate // rate)
-        if rate != self.rate:
-            sound = np.stack([_resample(channel, rate, self.rate) for channel in sound])
-        sound = sound[:, start - blocks * new_block :][:, :count]
-        found = np.zeros((self.channels, count), np.float32)
-        found[:, : sound.shape[1]] = sound
-        return found
-
-    def beside(self, recording: Recording, time: float, out: NDArray[np.float32]) -> None:
-        """Write the sound from a time of the file on into ``out``, [channels, samples]; zeros where there is none."""
-        count = out.shape[1]
-        start = round((time - recording.origin / recording.rate) * self.rate)
-        at = max(min(start, recording.length - count), 0)  # a part that has samples
-        shift = min(max(at - start, -count), count)
-        out[:] = 0.0
-        sound = self.part(recording, at, count)
-        out[:, max(shift, 0) : count + min(shift, 0)] = sound[:, max(-shift, 0) : count - max(shift, 0)]
+        with open_media(data, "audio") as (container, stream):
+            rate = stream.codec_context.sample_rate
+            if not 0 < rate <= MOST_RATIO * self.rate:
+                raise ValueError(f"the file has {rate} samples per second, not 1 to {MOST_RATIO} * {self.rate}")
+            if rate != self.rate and not self.resample:
+                raise ValueError(
+                    f"the file has {rate} samples per second, not {self.rate}: pass resample=True to DecodeAudio, or "
+                    f"convert the file"
+                )
+            packets = packets_of(container, stream)
+            if not packets:
+                raise ValueError("the audio has no samples")
+            # Decoders drop the silence that encoders of MP3 and AAC put before a recording.
+            origin = round((stream.start_time or 0) * stream.time_base * rate)
+            last = packets[-1]
+            length = _position(last, rate) - origin + round((last.duration or 0) * last.time_base * rate)
+            length = length * self.rate // rate
+            # Both rates have a sample at the start of each block, so that the resampled parts of a recording fit.
+            divisor = math.gcd(rate, self.rate)
+            block, new_block = rate // divisor, self.rate // divisor
+            found = []
+            for start in starts(length, origin / rate):
+                at = 0 if count is None else max(min(start, length - count), 0)  # there is sound
+                blocks = max(at // new_block - math.ceil(MARGIN_S * rate / block), 0)
+                stop = math.inf if count is None else math.ceil((at + count) * rate / self.rate + MARGIN_S * rate)
+                part = origin + blocks * block, origin + stop
+                sound = self._mixed(_decode(stream.codec_context, packets, rate, *part))
+                size = -(-sound.shape[1] * self.rate // rate) if count is None else count
+                if rate != self.rate:
+                    sound = np.stack([_resample(channel, rate, self.rate) for channel in sound])
+                sound = sound[:, at - blocks * new_block :][:, max(start - at, 0) : max(size + start - at, 0)]
+                found.append(np.zeros((self.channels, size), np.float32))
+                found[-1][:, max(at - start, 0) :][:, : sound.shape[1]] = sound[:, :size]
+            return found
 
     def _start(self, most: int, seed: int | None) -> int:
         """Return the first sample of the crop, at most ``most``."""
@@ -250,37 +231,17 @@ class DecodeAudio:
         return np.broadcast_to(sound, (self.channels, sound.shape[1]))
 
 
-class Recording(NamedTuple):
-    """An open recording.
-
-    Args:
-        context: Its decoder.
-        packets: Its packets.
-        rate: Its samples per second.
-        origin: The position of its first sample, at this rate.
-        length: Its length at the rate of ``DecodeAudio``.
-    """
-
-    context: Any
-    packets: Sequence[Any]
-    rate: int
-    origin: int
-    length: int
-
-
-class _InPlace:
+class _Paths:
     """The samples of local files as paths, so that their heads only are read."""
 
     def __init__(self, source: BaseSource) -> None:
-        self._source = source
-        self.key = source.key
+        self._source, self.key = source, source.key
 
     def __len__(self) -> int:
         return len(self._source)
 
     async def read(self, index: int) -> str:
-        assert self._source.local_file is not None
-        return self._source.local_file(index)
+        return self.key(index)
 
 
 def _position(timed: Any, rate: int) -> int:
@@ -288,7 +249,7 @@ def _position(timed: Any, rate: int) -> int:
     return 0 if timed.pts is None else round(timed.pts * timed.time_base * rate)
 
 
-def _decode(context: Any, packets: Sequence[Any], rate: int, start: int, stop: int) -> NDArray[np.float32]:
+def _decode(context: Any, packets: Sequence[Any], rate: int, start: int, stop: float) -> NDArray[np.float32]:
     """Return the samples from ``start`` to ``stop``, or to the end of the recording: [channels, samples]."""
     av = import_av()
     # Interleaved, because PyAV reads past the planes of 8 channels and more.
@@ -318,8 +279,8 @@ def _decode(context: Any, packets: Sequence[Any], rate: int, start: int, stop: i
             break
     if not parts:
         raise ValueError("the audio has no samples")
-    first = min(first, stop)
-    sound = np.concatenate(parts, axis=1)[:, max(start - first, 0) : stop - first]
+    first = int(min(first, stop))
+    sound = np.concatenate(parts, axis=1)[:, max(start - first, 0) : int(min(stop, reached)) - first]
     if not sound.size:
         raise ValueError("the audio ends before the end that is stated, or its timestamps are wrong")
     return np.pad(sound, ((0, 0), (max(first - start, 0), 0)))

@@ -143,8 +143,9 @@ class Clips(IndexedSource):
                 f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {given!r}, whose "
                 f"items are decoded already"
             )
+        check_bool("Clips(silence=...)", self.silence)
         traits = Traits(decode="none", indexed=whole.traits.indexed, ordered=whole.traits.ordered)
-        options = self.frames, self.stride, self.per_video, self.size, self.fps, self.audio, self.silence
+        options = self.frames, self.stride, self.per_video, self.size, self.fps, self.audio, self.silence or None
         members = {"source": given, "decoder": ClipDecoder(*options), "whole": whole, "traits": traits}
         for name, value in members.items():
             object.__setattr__(self, name, value)
@@ -178,25 +179,6 @@ class Clips(IndexedSource):
         return (lambda: self) if name in ("as_samples", "in_batches", "for_neighbours", "in_pieces") else value
 
 
-def _check_times(stride: int, fps: float | None, audio: Any) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if ``fps=`` or ``audio=`` of ``Clips`` is wrong, or does not fit."""
-    if fps is not None:
-        if isinstance(fps, bool) or not isinstance(fps, Real) or not 0 < fps < math.inf:
-            raise ValueError(f"Clips(fps=...) must be a number of frames per second above 0, got {fps!r}")
-        if stride != 1:
-            raise ValueError(f"Clips(stride={stride}, fps={fps}): both say which frames a clip has: leave one out")
-    if audio is None:
-        return
-    if not isinstance(audio, DecodeAudio):
-        raise TypeError(f"Clips(audio=...) must be aiofeed.DecodeAudio(rate=...), got {audio!r}")
-    if audio.seconds is not None:
-        raise ValueError(f"Clips(audio={audio!r}): the sound is as long as the clip: leave out seconds=")
-    if fps is None:
-        raise ValueError(
-            "Clips(audio=...) needs fps=, which says how many seconds a clip takes: pass it, without stride="
-        )
-
-
 class ClipDecoder:
     """Decodes videos to clips. Keeps the indexes of videos, in each process its own."""
 
@@ -206,34 +188,35 @@ class ClipDecoder:
     )
 
     def __init__(
-        self,
-        frames: int,
-        stride: int,
-        per_video: Literal["random"] | int,
-        size: int | tuple[int, int],
-        fps: float | None = None,
-        audio: DecodeAudio | None = None,
-        silence: bool = False,
+        self, frames: int, stride: int, per_video: Any, size: Any, fps: Any = None, audio: Any = None, mute: Any = None
     ) -> None:
         import_av()
-        self._arguments = frames, stride, per_video, size, fps, audio, silence
+        self._arguments = frames, stride, per_video, size, fps, audio, mute
         self.takes_seed: bool = per_video == "random"
         if isinstance(per_video, str) and not self.takes_seed:
             raise ValueError(f'Clips(per_video=...) must be "random" or a number of clips, got {per_video!r}')
         self._clips = 1 if self.takes_seed else check_positive_int("Clips(per_video=...)", per_video)
         count, step = check_positive_int("Clips(frames=...)", frames), check_positive_int("Clips(stride=...)", stride)
+        self._parts = 1 if self.takes_seed else 2 * self._clips  # a clip begins behind one, three, five, ... of them
         self._offsets = np.arange(count) * step
         pair = size if isinstance(size, tuple | list) else (size, size)
         if len(pair) != 2:
             raise ValueError(f"Clips(size=...) must be an int or a pair (height, width), got {size!r}")
         height, width = (check_positive_int("Clips(size=...)", side) for side in pair)
         self._crops = pair is not size
-        check_bool("Clips(silence=...)", silence)
-        _check_times(stride, fps, audio)
+        if fps is not None and not (isinstance(fps, Real) and 0 < float(fps) < math.inf):
+            raise ValueError(f"Clips(fps=...) must be a number of frames per second above 0, got {fps!r}")
+        if fps is not None and stride != 1:
+            raise ValueError(f"Clips(stride={stride}, fps={fps}): both say which frames a clip has: leave one out")
+        if audio is not None and (not isinstance(audio, DecodeAudio) or audio.row is not None):
+            raise TypeError(f"Clips(audio=...) must be aiofeed.DecodeAudio(rate=...), without seconds=, got {audio!r}")
+        if audio is not None and fps is None:
+            raise ValueError("Clips(audio=...) needs fps=, in place of stride=, which says how long a clip is")
         clips = () if self.takes_seed else (self._clips,)
         self._shape = (*clips, count, 3, height, width)
         self.row: Row | None = Row(self._shape, "uint8") if audio is None else None
-        self._fps, self._audio, self._silence = fps, audio, silence
+        self._fps: Any = fps and float(fps)
+        self._audio, self._mute = audio, mute
         self._indexes: dict[object, VideoIndex] = {}
         self._known: set[object] = set()  # MP4 files with an index: their headers say all about their streams
         self._room = MOST_INDEXED
@@ -243,9 +226,9 @@ class ClipDecoder:
         return ClipDecoder, self._arguments
 
     def __repr__(self) -> str:
-        return "ClipDecoder(frames={!r}, stride={!r}, per_video={!r}, size={!r}, fps={!r}, audio={!r})".format(
-            *self._arguments
-        )
+        names = ("frames", "stride", "per_video", "size", "fps", "audio", "silence")
+        given = [f"{name}={each!r}" for name, each in zip(names, self._arguments, strict=True) if each is not None]
+        return f"ClipDecoder({', '.join(given)})"
 
     def __call__(self, data: Media, /, *, rng: torch.Generator | None = None) -> Any:
         """Decode to a uint8 CPU tensor, with ``audio`` to a dict; ``rng`` chooses a random clip."""
@@ -276,18 +259,16 @@ class ClipDecoder:
         shares, last = self._shares(seed), len(index.order) - 1
         if self._fps is None:
             room = max(last - int(self._offsets[-1]), 0) + 1
-            starts = (shares * room // (1 if self.takes_seed else 2 * self._clips)).astype(np.int64)
+            starts = (shares * room // self._parts).astype(np.int64)
             return starts, np.minimum(starts[:, None] + self._offsets, last).reshape(-1)
-        if not index.unit:
-            raise ValueError("the video states no frame rate, so that its frames have no times: pass stride=, not fps=")
         times = index.shown[index.order] * index.unit
         room = max(index.end - times[0] - len(self._offsets) / self._fps, 0.0)
-        starts = times[0] + shares * room / (1 if self.takes_seed else 2 * self._clips)
+        starts = times[0] + shares * room / self._parts
         wanted = np.searchsorted(times, starts[:, None] + self._offsets / self._fps + ROUNDING_S, side="right") - 1
         return starts, wanted.reshape(-1)
 
     def _shares(self, seed: int | None) -> NDArray[Any]:
-        """Return the share of the room of a video that is before each clip; of n clips, in 2n parts."""
+        """Return how many parts of the room of a video are before each clip."""
         if not self.takes_seed:
             return 2 * np.arange(self._clips) + 1
         if seed is None:
@@ -296,21 +277,15 @@ class ClipDecoder:
 
     def _sound(self, data: Media, starts: NDArray[Any]) -> NDArray[np.float32]:
         """Return the sound of clips that start at some times: [channels, samples], or of several [clips, ...]."""
-        audio, fps = self._audio, self._fps
-        assert audio is not None
-        assert fps is not None
-        sound = np.zeros((self._clips, audio.channels, round(len(self._offsets) / fps * audio.rate)), np.float32)
+        audio: Any = self._audio
+        count = round(len(self._offsets) / self._fps * audio.rate)
         try:
-            with open_media(data, "audio") as opened:
-                recording = audio.recording(*opened)
-                for start, out in zip(starts.tolist(), sound, strict=True):
-                    audio.beside(recording, start, out)
+            found = audio.parts(data, lambda _, zero: np.rint((starts - zero) * audio.rate).astype(int).tolist(), count)
         except NoStreamError as error:
-            if not self._silence:
-                raise ValueError(
-                    f"{error}: silence=True of Clips gives zeros, and on_error='skip' of Feeder skips it"
-                ) from None
-        return sound[0] if self.takes_seed else sound
+            if not self._mute:
+                raise ValueError(f"{error}; Clips(silence=True) gives zeros, Feeder(on_error=...) skips it") from None
+            found = [np.zeros((audio.channels, count), np.float32)] * self._clips
+        return found[0] if self.takes_seed else np.stack(found)
 
     def _index_of(self, data: Media, container: Any, stream: Any) -> VideoIndex:
         identity = _identity(data)
@@ -390,7 +365,7 @@ class VideoIndex(NamedTuple):
         checksums: The checksum of each packet.
         seeks: The time to seek to for the packet of each key frame; ``None`` if the file states none.
         skips: Whether frames may be left out: each packet is one, and the decoder can.
-        unit: The seconds of one step of ``shown``; 0 if the file states no frame rate.
+        unit: The seconds of one step of ``shown``.
         end: The time at which the last frame ends, in seconds.
     """
 
@@ -429,11 +404,10 @@ def _new_index(data: Media, container: Any, stream: Any) -> VideoIndex:
     times = [packet.pts if shows or packet.dts is None else packet.dts for packet in packets]
     seeks = {key: next((time for time in times[key::-1] if time is not None), None) for key in {*keys.tolist()}}
     skips = stated and context.codec.name in SKIPPING
-    # Some files state no duration of their last frame.
-    rate = float(stream.average_rate or stream.guessed_rate or 0)
-    unit = float(stream.time_base) if stated else 1 / rate if rate else 0.0
-    length = ((packets[order[-1]].duration or 0) * unit if stated else unit) or (1 / rate if rate else 0.0)
-    end = float(places[order[-1]]) * unit + length
+    # Some files state no duration of their last frame, or, as FFmpeg takes for 25 per second, no frame rate.
+    rate = float(stream.average_rate or stream.guessed_rate or 25)
+    unit = float(stream.time_base) if stated else 1 / rate
+    end = float(places[order[-1]] * unit + ((packets[order[-1]].duration or 0) * unit * stated or 1 / rate))
     return VideoIndex(order.astype(np.int32), keys.astype(np.int32), places, checksums, seeks, skips, unit, end)
 
 

@@ -24,10 +24,7 @@ class VideoFolder(ImageFolder):
     .wmv, in any case. The path of a video is ``paths[index]``.
     """
 
-    _endings = (
-        *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".m2ts", ".mts", ".3gp", ".flv"),
-        *(".ogv", ".wmv"),
-    )
+    _endings = tuple(".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ts .m2ts .mts .3gp .flv .ogv .wmv".split())  # noqa: SIM905
     _what = "video"
 
 
@@ -49,8 +46,5 @@ class AudioFolder(ImageFolder):
     .flac, .mp3, .ogg, .oga, .opus, .m4a, .aac, .aif, .aiff, .au, .caf, .wma or .mka, in any case.
     """
 
-    _endings = (
-        *(".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".caf", ".wma"),
-        ".mka",
-    )
+    _endings = tuple(".wav .flac .mp3 .ogg .oga .opus .m4a .aac .aif .aiff .au .caf .wma .mka".split())  # noqa: SIM905
     _what = "recording"

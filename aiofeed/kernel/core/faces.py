@@ -157,11 +157,6 @@ class BaseSource(Declares):
     version: Callable[[int], str] | None = None
     """Returns a text that changes with the bytes of a sample."""
 
-    @default
-    def local_file(self) -> Callable[[int], str] | None:
-        """Returns the path of the local file that a sample is, which a decoder may open in place."""
-        return None
-
     def storage_statistics(self) -> StorageStatistics | None:
         """Return the requests so far; ``None`` if it makes none."""
         return None
@@ -315,9 +310,7 @@ class BaseSource(Declares):
 
 
 # The first argument of these members is an index or a list of indices; of those below, an array of indices, too.
-BY_INDEX: frozenset[str] = frozenset(
-    {"key", "read", "target", "version", "nbytes", "read_many", "read_now", "local_file"}
-)
+BY_INDEX: frozenset[str] = frozenset({"key", "read", "target", "version", "nbytes", "read_many", "read_now"})
 BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_ahead", "gathered", "first_tokens"})
 # Members by which the kernel knows its own sources; an object of the user that has the names means something else.
 # fmt: off
@@ -325,7 +318,7 @@ _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
     "form_batch", "feeder", "source_names", "lengths", "structure", "adopted", "as_samples", "in_batches",
     "for_neighbours", "in_pieces", "joined", "order", "draws", "new_order", "gathers_on_device", "check_room",
-    "for_memory", "load", "local_file",
+    "for_memory", "load",
 })
 # fmt: on
 

@@ -239,10 +239,9 @@ class Files(IndexedSource):
         return partial(self._objects.read_uncopied, max_bytes=self._rules.max_bytes)
 
     @property
-    def local_file(self) -> Callable[[int], str] | None:
-        """Return the path of a sample, if samples are local files and any link may be followed."""
-        known = self._objects is None and self._rules.follow_symlinks and self._reads_single_files
-        return self.key if known else None
+    def is_local(self) -> bool:
+        """Whether each sample is one local file, which may be opened by its path, that is its key."""
+        return self._objects is None and self._rules.follow_symlinks and self._reads_single_files
 
     @property
     def _reads_single_files(self) -> bool:
