@@ -32,7 +32,6 @@ from aiofeed.media.container import (
     KNOWN_OPTIONS,
     SKIPPING,
     Media,
-    NoStreamError,
     colours,
     frame_order,
     import_av,
@@ -241,7 +240,11 @@ class ClipDecoder:
         return video if self._audio is None else {"video": video, "audio": torch.from_numpy(self._sound(data, starts))}
 
     def decode_into(self, data: Media, out: NDArray[np.uint8], seed: int | None = None) -> NDArray[Any]:
-        """Decode the clips of a video into ``out``, uint8 [clips, frames, 3, H, W]; return where they start."""
+        """Decode the clips of a video into ``out``, uint8 [clips, frames, 3, H, W].
+
+        Returns:
+            Where they start, a frame or with ``fps`` a time; empty for a video without sound.
+        """
         if isinstance(data, bytes | str | os.PathLike) and _identity(data) in self._known:
             with contextlib.suppress(ValueError):  # frames have timestamps: a wrong one is no clip, but an error
                 return self._decode_file(data, out, seed, known=True)
@@ -252,7 +255,7 @@ class ClipDecoder:
             index = self._index_of(data, container, stream)
             starts, wanted = self._wanted(index, seed)
             self._decode(data, container, stream, index, wanted, out.reshape(-1, *self._shape[-3:]))
-        return starts
+            return starts if container.streams.audio else starts[:0]
 
     def _wanted(self, index: VideoIndex, seed: int | None) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the start of each clip, a frame or with ``fps`` a time of the file, and the frames of all clips."""
@@ -276,15 +279,15 @@ class ClipDecoder:
         return np.array([SplitMix64(seed).random()])
 
     def _sound(self, data: Media, starts: NDArray[Any]) -> NDArray[np.float32]:
-        """Return the sound of clips that start at some times: [channels, samples], or of several [clips, ...]."""
+        """Return the sound of clips by their ``starts``: [channels, samples], or of several [clips, ...]."""
         audio: Any = self._audio
         count = round(len(self._offsets) / self._fps * audio.rate)
-        try:
+        if len(starts):
             found = audio.parts(data, lambda _, zero: np.rint((starts - zero) * audio.rate).astype(int).tolist(), count)
-        except NoStreamError as error:
-            if not self._mute:
-                raise ValueError(f"{error}; Clips(silence=True) gives zeros, Feeder(on_error=...) skips it") from None
+        elif self._mute:
             found = [np.zeros((audio.channels, count), np.float32)] * self._clips
+        else:
+            raise ValueError("the video has no sound: Clips(silence=True) gives zeros, Feeder(on_error=...) skips it")
         return found[0] if self.takes_seed else np.stack(found)
 
     def _index_of(self, data: Media, container: Any, stream: Any) -> VideoIndex:

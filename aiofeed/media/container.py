@@ -37,10 +37,6 @@ PACKET_BYTES = 200
 _local = threading.local()  # .scaler: made once per thread, because that takes a quarter of scaling a small frame
 
 
-class NoStreamError(ValueError):
-    """A file has no stream of the kind that was asked for."""
-
-
 @functools.cache
 def import_av() -> Any:
     """PyAV."""
@@ -72,7 +68,7 @@ def open_media(
             stream = container.streams.best(kind)
             if stream is None:
                 others = ", ".join(sorted({f"{other.type}" for other in container.streams})) or "no streams at all"
-                raise NoStreamError(f"the file has no {kind} stream; it has {others}")
+                raise ValueError(f"the file has no {kind} stream; it has {others}")
             if stream.codec_context is None:
                 raise ValueError(f"FFmpeg has no decoder for the {kind} stream of the file")
             stream.codec_context.thread_count = 1
