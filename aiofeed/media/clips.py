@@ -133,7 +133,7 @@ class Clips(IndexedSource):
     def __post_init__(self) -> None:
         given = self.source
         if isinstance(given, list | tuple) or (isinstance(given, str | os.PathLike) and os.path.isfile(given)):
-            raise TypeError(f"Clips takes a folder, or a source of encoded videos, aiofeed.Files(paths), got {given!r}")
+            raise TypeError(f"Clips takes a source of encoded videos, aiofeed.Files(paths), or a folder; got {given!r}")
         if isinstance(given, str | os.PathLike):
             given = VideoFolder(given)
         whole = as_source(given)
@@ -196,7 +196,6 @@ class ClipDecoder:
             raise ValueError(f'Clips(per_video=...) must be "random" or a number of clips, got {per_video!r}')
         self._clips = 1 if self.takes_seed else check_positive_int("Clips(per_video=...)", per_video)
         count, step = check_positive_int("Clips(frames=...)", frames), check_positive_int("Clips(stride=...)", stride)
-        self._parts = 1 if self.takes_seed else 2 * self._clips  # a clip begins behind one, three, five, ... of them
         self._offsets = np.arange(count) * step
         pair = size if isinstance(size, tuple | list) else (size, size)
         if len(pair) != 2:
@@ -259,24 +258,23 @@ class ClipDecoder:
 
     def _wanted(self, index: VideoIndex, seed: int | None) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the start of each clip, a frame or with ``fps`` a time of the file, and the frames of all clips."""
-        shares, last = self._shares(seed), len(index.order) - 1
+        last = len(index.order) - 1
         if self._fps is None:
-            room = max(last - int(self._offsets[-1]), 0) + 1
-            starts = (shares * room // self._parts).astype(np.int64)
+            starts = self._starts(max(last - int(self._offsets[-1]), 0) + 1, seed).astype(np.int64)
             return starts, np.minimum(starts[:, None] + self._offsets, last).reshape(-1)
         times = index.shown[index.order] * index.unit
-        room = max(index.end - times[0] - len(self._offsets) / self._fps, 0.0)
-        starts = times[0] + shares * room / self._parts
+        starts = times[0] + self._starts(max(index.end - times[0] - len(self._offsets) / self._fps, 0.0), seed)
         wanted = np.searchsorted(times, starts[:, None] + self._offsets / self._fps + ROUNDING_S, side="right") - 1
         return starts, wanted.reshape(-1)
 
-    def _shares(self, seed: int | None) -> NDArray[Any]:
-        """Return how many parts of the room of a video are before each clip."""
-        if not self.takes_seed:
-            return 2 * np.arange(self._clips) + 1
-        if seed is None:
-            raise ValueError(f"{self!r} is random: it needs a seed")
-        return np.array([SplitMix64(seed).random()])
+    def _starts(self, room: float, seed: int | None) -> NDArray[Any]:
+        """Return where each clip starts within a room: a whole number of frames, or a time in seconds."""
+        if self.takes_seed:
+            if seed is None:
+                raise ValueError(f"{self!r} is random: it needs a seed")
+            return np.array([SplitMix64(seed).random() * room])
+        starts = (2 * np.arange(self._clips) + 1) * room
+        return starts // (2 * self._clips) if isinstance(room, int) else starts / (2 * self._clips)
 
     def _sound(self, data: Media, starts: NDArray[Any]) -> NDArray[np.float32]:
         """Return the sound of clips by their ``starts``: [channels, samples], or of several [clips, ...]."""
@@ -378,8 +376,8 @@ class VideoIndex(NamedTuple):
     checksums: NDArray[Any]
     seeks: dict[int, int | None]
     skips: bool
-    unit: float
-    end: float
+    unit: float = 0.04
+    end: float = 0.0
 
     def runs(self, wanted: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Split ascending frames into runs: the number of the packet of the key frame before each, and its frames."""
