@@ -14,7 +14,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -173,6 +173,10 @@ class Clips(IndexedSource):
         whole = self.whole.adopted()
         return self if whole is self.whole else replace(self, source=whole)
 
+    def structure(self) -> Mapping[Any, Sequence[int] | None] | None:
+        """Return the parts of a sample with sound."""
+        return {"video": self.decoder.shape, "audio": None} if self.audio else self.whole.structure()
+
     def _passed(self, name: str, value: Any) -> Any:
         """Return a member of the source of the videos; clips have no other form."""
         return (lambda: self) if name in ("as_samples", "in_batches", "for_neighbours", "in_pieces") else value
@@ -211,8 +215,8 @@ class ClipDecoder:
         if audio is not None and fps is None:
             raise ValueError("Clips(audio=...) needs fps=, in place of stride=, which says how long a clip is")
         clips = () if self.takes_seed else (self._clips,)
-        self._shape = (*clips, count, 3, height, width)
-        self.row: Row | None = Row(self._shape, "uint8") if audio is None else None
+        self.shape = (*clips, count, 3, height, width)
+        self.row: Row | None = Row(self.shape, "uint8") if audio is None else None
         self._fps: Any = fps and float(fps)
         self._audio, self._mute = audio, mute
         self._indexes: dict[object, VideoIndex] = {}
@@ -233,7 +237,7 @@ class ClipDecoder:
         import torch
 
         seed = seed_from(rng, self) if self.takes_seed else None
-        out = np.empty(self._shape, np.uint8)
+        out = np.empty(self.shape, np.uint8)
         starts = self.decode_into(data, out, seed)
         video = torch.from_numpy(out)
         return video if self._audio is None else {"video": video, "audio": torch.from_numpy(self._sound(data, starts))}
@@ -253,7 +257,7 @@ class ClipDecoder:
         with open_media(data, "video", KNOWN_OPTIONS if known else _STATED) as (container, stream):
             index = self._index_of(data, container, stream)
             starts, wanted = self._wanted(index, seed)
-            self._decode(data, container, stream, index, wanted, out.reshape(-1, *self._shape[-3:]))
+            self._decode(data, container, stream, index, wanted, out.reshape(-1, *self.shape[-3:]))
             return starts if container.streams.audio else starts[:0]
 
     def _wanted(self, index: VideoIndex, seed: int | None) -> tuple[NDArray[Any], NDArray[np.int64]]:
