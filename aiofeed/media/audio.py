@@ -200,6 +200,8 @@ class DecodeAudio:
             block, new_block = rate // divisor, self.rate // divisor
             found = []
             for start in starts(length, origin / rate):
+                if found:
+                    stream.codec_context.flush_buffers()
                 at = 0 if count is None else max(min(start, length - count), 0)  # there is sound
                 blocks = max(at // new_block - math.ceil(MARGIN_S * rate / block), 0)
                 stop = math.inf if count is None else math.ceil((at + count) * rate / self.rate + MARGIN_S * rate)

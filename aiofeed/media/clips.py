@@ -258,7 +258,7 @@ class ClipDecoder:
             index = self._index_of(data, container, stream)
             starts, wanted = self._wanted(index, seed)
             self._decode(data, container, stream, index, wanted, out.reshape(-1, *self.shape[-3:]))
-            return starts if container.streams.audio else starts[:0]
+            return starts if container.streams.audio or self._audio is None else starts[:0]
 
     def _wanted(self, index: VideoIndex, seed: int | None) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the start of each clip, a frame or with ``fps`` a time of the file, and the frames of all clips."""
