@@ -6,6 +6,7 @@ from a pass over all packets, because seeks in MP3 are not exact; only the packe
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -178,7 +179,8 @@ class DecodeAudio:
             starts: Returns the first sample of each part, given the length, and the time of the file that sample 0 has.
             count: The samples of each; ``None``: all from the beginning on.
         """
-        with open_media(data, "audio") as (container, stream):
+        with contextlib.ExitStack() as opened:
+            container, stream = opened.enter_context(open_media(data, "audio"))
             rate = stream.codec_context.sample_rate
             if not 0 < rate <= MOST_RATIO * self.rate:
                 raise ValueError(f"the file has {rate} samples per second, not 1 to {MOST_RATIO} * {self.rate}")
@@ -200,8 +202,8 @@ class DecodeAudio:
             block, new_block = rate // divisor, self.rate // divisor
             found = []
             for start in starts(length, origin / rate):
-                if found:
-                    stream.codec_context.flush_buffers()
+                if found:  # a decoder that has ended differs from a new one
+                    stream = opened.enter_context(open_media(data, "audio"))[1]
                 at = 0 if count is None else max(min(start, length - count), 0)  # there is sound
                 blocks = max(at // new_block - math.ceil(MARGIN_S * rate / block), 0)
                 stop = math.inf if count is None else math.ceil((at + count) * rate / self.rate + MARGIN_S * rate)
