@@ -200,7 +200,7 @@ class DecodeAudio:
             # Both rates have a sample at the start of each block, so that the resampled parts of a recording fit.
             divisor = math.gcd(rate, self.rate)
             block, new_block = rate // divisor, self.rate // divisor
-            found = []
+            found: list[NDArray[np.float32]] = []
             for start in starts(length, origin / rate):
                 if found:  # a decoder that has ended differs from a new one
                     stream = opened.enter_context(open_media(data, "audio"))[1]
