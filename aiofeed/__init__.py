@@ -56,6 +56,8 @@ _HOMES: dict[str, dict[str, str]] = {
         "Source": "aiofeed.kernel.core.types",
         "ImageFolder": "aiofeed.kernel.sources.image_folder",
         "Files": "aiofeed.kernel.sources.files",
+        "VideoFolder": "aiofeed.media.folders",
+        "AudioFolder": "aiofeed.media.folders",
         "FolderPairs": "aiofeed.media.folder_pairs",
         "Manifest": "aiofeed.tables.manifest",
         "FromDataset": "aiofeed.kernel.sources.dataset",

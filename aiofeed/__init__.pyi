@@ -29,6 +29,8 @@ from aiofeed.loader.prefetch import prefetch as prefetch
 from aiofeed.media.audio import DecodeAudio as DecodeAudio
 from aiofeed.media.clips import Clips as Clips
 from aiofeed.media.folder_pairs import FolderPairs as FolderPairs
+from aiofeed.media.folders import AudioFolder as AudioFolder
+from aiofeed.media.folders import VideoFolder as VideoFolder
 from aiofeed.media.pairs import DecodePair as DecodePair
 from aiofeed.media.records import DecodeJSON as DecodeJSON
 from aiofeed.media.records import DecodeNumpy as DecodeNumpy

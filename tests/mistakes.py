@@ -353,10 +353,17 @@ Stream(3) #: iter
 Stream(numbers, shuffle_buffer=-1) #: shuffle_buffer
 Feeder(Stream(numbers), batch_size=2, shuffle=True) #: shuffle_buffer=N
 Feeder(Stream(numbers), batch_size=2, cache="host") #: leave it out
-Clips("videos/", 4) #: aiofeed.Files(paths)
+Clips("videos/", 4) #: VideoFolder: the folder 'videos/' does not exist
+Clips("train/a/0.png", 4) #: aiofeed.Files(paths)
 Clips(["a.mp4"], 4) #: aiofeed.Files(paths)
 Clips(folder, 0) #: Clips(frames=...)
-Clips(folder, 4, fps=30) #: stride= is in frames
+Clips(folder, 4, fps=0) #: frames per second above 0
+Clips(folder, 4, stride=2, fps=8) #: leave one out
+Clips(folder, 4, frame_rate=30) #: it is called fps
+Clips(folder, 4, audio=DecodeAudio(16000)) #: needs fps=
+Clips(folder, 4, fps=8, audio=16000) #: aiofeed.DecodeAudio(rate=...)
+AudioFolder("train") #: has no recordings
+pad_collate(dim=2) #: the last one
 == Decoders
 DecodeImage() #: size
 DecodeImage(size=None) #: mode="keep"

@@ -131,6 +131,8 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "DataSource": "Feeder takes both; aiofeed.FromDataset and aiofeed.Stream have options for them",
         "TensorDataset StackDataset from_numpy from_tensor_slices from_tensors": "aiofeed.Tensors takes tensors",
         "DatasetFolder list_files read_images": "aiofeed.ImageFolder and aiofeed.Files read files",
+        "VideoReader VideoClips Kinetics UCF101 Video read_video VideoDecoder": "aiofeed.Clips reads videos",
+        "torchaudio SPEECHCOMMANDS Audio load_audio AudioDecoder Resample": "see aiofeed.DecodeAudio, AudioFolder",
         "transforms Compose Resize": "see aiofeed.DecodeImage(size=, crop=, flip=, augment=)",
         "DistributedSampler WeightedRandomSampler RandomSampler BatchSampler Sampler IndexSampler ShardOptions "
         "SequentialSampler split_dataset_by_node split_by_node": "pass shuffle=, shard= or weights= to Feeder",

@@ -14,18 +14,20 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from aiofeed.kernel.core.faces import BaseSource, passes_on
 from aiofeed.kernel.core.types import Row, Source, Traits, public
-from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
+from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.kernel.feeder.arguments import as_source
 from aiofeed.kernel.sampling.order import SplitMix64, seed_from
 from aiofeed.kernel.sources.subset import IndexedSource
+from aiofeed.media.audio import DecodeAudio
 from aiofeed.media.container import (
     KNOWN_OPTIONS,
     SKIPPING,
@@ -36,6 +38,7 @@ from aiofeed.media.container import (
     open_media,
     packets_of,
 )
+from aiofeed.media.folders import VideoFolder
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +50,8 @@ SEEK_FRAMES = 4
 MOST_INDEXED = 4 << 20
 # A timestamp that FFmpeg makes up may be wrong. Those that the file does not state are missing.
 _STATED = {"fflags": "nofillin"}
+# A frame is shown at a time that is this much before it, too: times are rounded.
+ROUNDING_S = 1e-6
 # The bytes at both ends of a file by which, with its size, an index is found again. The tables of MP4 are at one end.
 IDENTITY_BYTES = 1 << 16
 
@@ -54,7 +59,10 @@ IDENTITY_BYTES = 1 << 16
 @public
 @explain_arguments(
     {
-        "fps": "stride= is in frames of the video",
+        "frame_rate": "it is called fps",
+        "clip_duration": "frames= and fps= say how long a clip is",
+        "num_frames": "it is called frames",
+        "sample_rate": "pass audio=DecodeAudio(rate=...)",
         "mean": "clips are uint8: normalise batches on the device, in transform= of Feeder",
         "std": "clips are uint8: normalise batches on the device, in transform= of Feeder",
         "transform": "pass it to Feeder, which calls it with each batch",
@@ -63,7 +71,7 @@ IDENTITY_BYTES = 1 << 16
 @dataclass(frozen=True)
 @passes_on
 class Clips(IndexedSource):
-    """Clips of the videos of a source: uint8 [frames, 3, H, W]. A source like the others, without ``decode=``.
+    """Clips of videos: uint8 [frames, 3, H, W]. A source like the others, without ``decode=``.
 
     Example:
         ```python
@@ -81,55 +89,93 @@ class Clips(IndexedSource):
     scaler, which filters over all pixels when it shrinks; the rotation or mirroring that a phone stores is applied.
 
     Args:
-        source: A source of encoded videos, such as ``Files``. If its ``read`` returns the path of a local file, only
-            the parts of the file that a clip needs are read.
+        source: A source of encoded videos, such as ``Files``; or a folder with a sub-folder per class, as for
+            ``VideoFolder``. If its ``read`` returns the path of a local file, only the parts of the file that a clip
+            needs are read.
         frames: Frames of a clip. If the video ends before, its last frame is repeated.
         stride: Frames of the video from one frame of a clip to the next.
         per_video: "random": one clip, whose start is drawn from the sample's own random numbers. Or n clips of each
             video, in the middle of n equal parts: a sample is then [n, frames, 3, H, W], and needs one open file.
         size: An int resizes the shorter side and crops the centre, size x size; (height, width) does not preserve the
             aspect ratio.
+        fps: Frames per second of a clip, in place of ``stride``: frame i is the one that the video shows i / fps
+            seconds after the start of the clip, also if its frame rate varies.
+        audio: A ``DecodeAudio(rate)`` for the sound of a clip, which takes frames / fps seconds: a sample is then a
+            dict of ``"video"`` and ``"audio"``, float32 [channels, samples], with n clips [n, channels, samples]. Where
+            the sound is shorter than the video there are zeros. Needs ``fps``.
+        silence: Whether a video without an audio stream has zeros as its sound. By default it is an error.
 
     A video without frames, a truncated one and a file that is no video are a ``DecodeError``, which names
     the file.
 
+    Attributes:
+        classes, class_to_idx, targets: Those of a source that has them, such as ``VideoFolder``.
+
     Raises:
         ImportError: PyAV is not installed.
+        FileNotFoundError: ``source`` is a folder without classes or videos.
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    source: Source[Any]
+    source: Source[Any] | str | os.PathLike[str]
     frames: int
     stride: int = 1
     per_video: Literal["random"] | int = "random"
     size: int | tuple[int, int] = 224
+    fps: float | None = field(default=None, kw_only=True)
+    audio: DecodeAudio | None = field(default=None, kw_only=True)
+    silence: bool = field(default=False, kw_only=True)
     decoder: ClipDecoder = field(init=False, repr=False, compare=False)
     whole: BaseSource = field(init=False, repr=False, compare=False)
     """The source of the videos as a feeder reads it."""
     traits: Traits = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.source, str | os.PathLike | list | tuple):
-            raise TypeError(f"Clips takes a source of encoded videos, aiofeed.Files(paths), got {self.source!r}")
-        whole = as_source(self.source)
+        given = self.source
+        if isinstance(given, list | tuple) or (isinstance(given, str | os.PathLike) and os.path.isfile(given)):
+            raise TypeError(f"Clips takes a source of encoded videos, aiofeed.Files(paths), or a folder; got {given!r}")
+        if isinstance(given, str | os.PathLike):
+            given = VideoFolder(given)
+        whole = as_source(given)
         if whole.adopted().traits.decode == "none":
             raise TypeError(
-                f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {self.source!r}, whose "
+                f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {given!r}, whose "
                 f"items are decoded already"
             )
+        check_bool("Clips(silence=...)", self.silence)
         traits = Traits(decode="none", indexed=whole.traits.indexed, ordered=whole.traits.ordered)
-        decoder = ClipDecoder(self.frames, self.stride, self.per_video, self.size)
-        for name, value in {"decoder": decoder, "whole": whole, "traits": traits}.items():
+        options = self.frames, self.stride, self.per_video, self.size, self.fps, self.audio, self.silence or None
+        members = {"source": given, "decoder": ClipDecoder(*options), "whole": whole, "traits": traits}
+        for name, value in members.items():
             object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
         """Return the number of videos."""
         return len(self.whole)
 
+    @property
+    def classes(self) -> list[str]:
+        """The class names of the source, if it has them."""
+        return self.source.classes  # type: ignore[union-attr,no-any-return]
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """The number of each class of the source, if it has them."""
+        return self.source.class_to_idx  # type: ignore[union-attr,no-any-return]
+
+    @property
+    def targets(self) -> Any:
+        """The targets of the source, if it has a list of them."""
+        return self.source.targets  # type: ignore[union-attr]
+
     def adopted(self) -> Clips:
         """Return the clips of the source that a feeder reads."""
         whole = self.whole.adopted()
         return self if whole is self.whole else replace(self, source=whole)
+
+    def structure(self) -> Mapping[Any, Sequence[int] | None] | None:
+        """Return the parts of a sample with sound."""
+        return {"video": self.decoder.shape, "audio": None} if self.audio else self.whole.structure()
 
     def _passed(self, name: str, value: Any) -> Any:
         """Return a member of the source of the videos; clips have no other form."""
@@ -145,10 +191,10 @@ class ClipDecoder:
     )
 
     def __init__(
-        self, frames: int, stride: int, per_video: Literal["random"] | int, size: int | tuple[int, int]
+        self, frames: int, stride: int, per_video: Any, size: Any, fps: Any = None, audio: Any = None, mute: Any = None
     ) -> None:
         import_av()
-        self._arguments = frames, stride, per_video, size
+        self._arguments = frames, stride, per_video, size, fps, audio, mute
         self.takes_seed: bool = per_video == "random"
         if isinstance(per_video, str) and not self.takes_seed:
             raise ValueError(f'Clips(per_video=...) must be "random" or a number of clips, got {per_video!r}')
@@ -160,8 +206,19 @@ class ClipDecoder:
             raise ValueError(f"Clips(size=...) must be an int or a pair (height, width), got {size!r}")
         height, width = (check_positive_int("Clips(size=...)", side) for side in pair)
         self._crops = pair is not size
+        if fps is not None and not (isinstance(fps, Real) and 0 < float(fps) < math.inf):
+            raise ValueError(f"Clips(fps=...) must be a number of frames per second above 0, got {fps!r}")
+        if fps is not None and stride != 1:
+            raise ValueError(f"Clips(stride={stride}, fps={fps}): both say which frames a clip has: leave one out")
+        if audio is not None and (not isinstance(audio, DecodeAudio) or audio.row is not None):
+            raise TypeError(f"Clips(audio=...) must be aiofeed.DecodeAudio(rate=...), without seconds=, got {audio!r}")
+        if audio is not None and fps is None:
+            raise ValueError("Clips(audio=...) needs fps=, in place of stride=, which says how long a clip is")
         clips = () if self.takes_seed else (self._clips,)
-        self.row: Row = Row((*clips, count, 3, height, width), "uint8")
+        self.shape = (*clips, count, 3, height, width)
+        self.row: Row | None = Row(self.shape, "uint8") if audio is None else None
+        self._fps: Any = fps and float(fps)
+        self._audio, self._mute = audio, mute
         self._indexes: dict[object, VideoIndex] = {}
         self._known: set[object] = set()  # MP4 files with an index: their headers say all about their streams
         self._room = MOST_INDEXED
@@ -171,39 +228,69 @@ class ClipDecoder:
         return ClipDecoder, self._arguments
 
     def __repr__(self) -> str:
-        return "ClipDecoder(frames={!r}, stride={!r}, per_video={!r}, size={!r})".format(*self._arguments)
+        names = ("frames", "stride", "per_video", "size", "fps", "audio", "silence")
+        given = [f"{name}={each!r}" for name, each in zip(names, self._arguments, strict=True) if each is not None]
+        return f"ClipDecoder({', '.join(given)})"
 
-    def __call__(self, data: Media, /, *, rng: torch.Generator | None = None) -> torch.Tensor:
-        """Decode to a uint8 CPU tensor; ``rng`` chooses a random clip."""
+    def __call__(self, data: Media, /, *, rng: torch.Generator | None = None) -> Any:
+        """Decode to a uint8 CPU tensor, with ``audio`` to a dict; ``rng`` chooses a random clip."""
         import torch
 
         seed = seed_from(rng, self) if self.takes_seed else None
-        out = np.empty(self.row.shape, np.uint8)
-        self.decode_into(data, out, seed)
-        return torch.from_numpy(out)
+        out = np.empty(self.shape, np.uint8)
+        starts = self.decode_into(data, out, seed)
+        video = torch.from_numpy(out)
+        return video if self._audio is None else {"video": video, "audio": torch.from_numpy(self._sound(data, starts))}
 
-    def decode_into(self, data: Media, out: NDArray[np.uint8], seed: int | None = None) -> None:
-        """Decode the clips of a video into ``out``, uint8 of ``row.shape``."""
+    def decode_into(self, data: Media, out: NDArray[np.uint8], seed: int | None = None) -> NDArray[Any]:
+        """Decode the clips of a video into ``out``, uint8 [clips, frames, 3, H, W].
+
+        Returns:
+            Where they start, a frame or with ``fps`` a time; empty for a video without sound.
+        """
         if isinstance(data, bytes | str | os.PathLike) and _identity(data) in self._known:
             with contextlib.suppress(ValueError):  # frames have timestamps: a wrong one is no clip, but an error
                 return self._decode_file(data, out, seed, known=True)
-        self._decode_file(data, out, seed, known=False)
+        return self._decode_file(data, out, seed, known=False)
 
-    def _decode_file(self, data: Media, out: NDArray[np.uint8], seed: int | None, *, known: bool) -> None:
+    def _decode_file(self, data: Media, out: NDArray[np.uint8], seed: int | None, *, known: bool) -> NDArray[Any]:
         with open_media(data, "video", KNOWN_OPTIONS if known else _STATED) as (container, stream):
             index = self._index_of(data, container, stream)
-            last = len(index.order) - 1
-            wanted = np.minimum(self._starts(last, seed)[:, None] + self._offsets, last).reshape(-1)
-            self._decode(data, container, stream, index, wanted, out.reshape(-1, *self.row.shape[-3:]))
+            starts, wanted = self._wanted(index, seed)
+            self._decode(data, container, stream, index, wanted, out.reshape(-1, *self.shape[-3:]))
+            return starts if container.streams.audio or self._audio is None else starts[:0]
 
-    def _starts(self, last: int, seed: int | None) -> NDArray[np.int64]:
-        """Return the first frame of each clip of a video whose last frame is ``last``."""
-        starts = max(last - int(self._offsets[-1]), 0) + 1
-        if not self.takes_seed:
-            return (2 * np.arange(self._clips) + 1) * starts // (2 * self._clips)
-        if seed is None:
-            raise ValueError(f"{self!r} is random: it needs a seed")
-        return np.array([int(SplitMix64(seed).random() * starts)])
+    def _wanted(self, index: VideoIndex, seed: int | None) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the start of each clip, a frame or with ``fps`` a time of the file, and the frames of all clips."""
+        last = len(index.order) - 1
+        if self._fps is None:
+            starts = self._starts(max(last - int(self._offsets[-1]), 0) + 1, seed).astype(np.int64)
+            return starts, np.minimum(starts[:, None] + self._offsets, last).reshape(-1)
+        times = index.shown[index.order] * index.unit
+        starts = times[0] + self._starts(max(index.end - times[0] - len(self._offsets) / self._fps, 0.0), seed)
+        wanted = np.searchsorted(times, starts[:, None] + self._offsets / self._fps + ROUNDING_S, side="right") - 1
+        return starts, wanted.reshape(-1)
+
+    def _starts(self, room: float, seed: int | None) -> NDArray[Any]:
+        """Return where each clip starts within a room: a whole number of frames, or a time in seconds."""
+        if self.takes_seed:
+            if seed is None:
+                raise ValueError(f"{self!r} is random: it needs a seed")
+            return np.array([SplitMix64(seed).random() * room])
+        starts = (2 * np.arange(self._clips) + 1) * room
+        return starts // (2 * self._clips) if isinstance(room, int) else starts / (2 * self._clips)
+
+    def _sound(self, data: Media, starts: NDArray[Any]) -> NDArray[np.float32]:
+        """Return the sound of clips by their ``starts``: [channels, samples], or of several [clips, ...]."""
+        audio: Any = self._audio
+        count = round(len(self._offsets) / self._fps * audio.rate)
+        if len(starts):
+            found = audio.parts(data, lambda _, zero: np.rint((starts - zero) * audio.rate).astype(int).tolist(), count)
+        elif self._mute:
+            found = [np.zeros((audio.channels, count), np.float32)] * self._clips
+        else:
+            raise ValueError("the video has no sound: Clips(silence=True) gives zeros, Feeder(on_error=...) skips it")
+        return found[0] if self.takes_seed else np.stack(found)
 
     def _index_of(self, data: Media, container: Any, stream: Any) -> VideoIndex:
         identity = _identity(data)
@@ -283,6 +370,8 @@ class VideoIndex(NamedTuple):
         checksums: The checksum of each packet.
         seeks: The time to seek to for the packet of each key frame; ``None`` if the file states none.
         skips: Whether frames may be left out: each packet is one, and the decoder can.
+        unit: The seconds of one step of ``shown``.
+        end: The time at which the last frame ends, in seconds.
     """
 
     order: NDArray[Any]
@@ -291,6 +380,8 @@ class VideoIndex(NamedTuple):
     checksums: NDArray[Any]
     seeks: dict[int, int | None]
     skips: bool
+    unit: float = 0.04
+    end: float = 0.0
 
     def runs(self, wanted: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Split ascending frames into runs: the number of the packet of the key frame before each, and its frames."""
@@ -318,7 +409,11 @@ def _new_index(data: Media, container: Any, stream: Any) -> VideoIndex:
     times = [packet.pts if shows or packet.dts is None else packet.dts for packet in packets]
     seeks = {key: next((time for time in times[key::-1] if time is not None), None) for key in {*keys.tolist()}}
     skips = stated and context.codec.name in SKIPPING
-    return VideoIndex(order.astype(np.int32), keys.astype(np.int32), places, checksums, seeks, skips)
+    # Some files state no duration of their last frame, or, as FFmpeg takes for 25 per second, no frame rate.
+    rate = float(stream.average_rate or stream.guessed_rate or 25)
+    unit = float(stream.time_base) if stated else 1 / rate
+    end = float(places[order[-1]] * unit + ((packets[order[-1]].duration or 0) * unit * stated or 1 / rate))
+    return VideoIndex(order.astype(np.int32), keys.astype(np.int32), places, checksums, seeks, skips, unit, end)
 
 
 def _shown_by_decoding(data: Media, checksums: NDArray[Any]) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from aiofeed.kernel.core.errors import StateError
+from aiofeed.kernel.core.faces import bind_decoder
 from aiofeed.kernel.core.formatting import kind_of
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_positive_int, counted
@@ -99,12 +100,15 @@ class LengthPlan(Plan):
         self._lengths = array.astype(np.int64)
 
     def known_lengths(self, a: Any) -> Int64 | None:
-        """Return the lengths that a source knows without decoding, as ``measure`` would find them.
+        """Return the lengths that a source or a decoder knows without decoding.
 
         Args:
             a: The ``Arguments`` of a feeder.
         """
         source, unit = a.adopted, "" if self.length is None else self.length
+        # What a decoder knows may be an estimate, and "measure" has to be exact.
+        if a.decode is not None and self.streams and unit == "" and (stated := bind_decoder(a.decode).lengths):
+            return stated(source)
         with_target = unit and source.target is not None  # a tuple, which has no part of the name
         known = a.decode is None and isinstance(unit, str) and not with_target
         return source.lengths(unit) if known else None
@@ -150,7 +154,7 @@ class LengthPlan(Plan):
         is_table = hasattr(type(sample), "columns")
         with suppress(LookupError, TypeError):  # a sample without this part
             part = None if is_table else sample if how is None else sample[how]
-        if (found := first_length(part)) is not None:
+        if (found := first_length(part, self.axis)) is not None:
             return found
         kind, line = kind_of(sample), "len(sample)"
         if is_table:
@@ -451,18 +455,18 @@ def _positive_ints(name: str, values: Sequence[int]) -> list[int]:
     return [check_positive_int(f"{name}[{at}]", each) for at, each in enumerate(values)]
 
 
-def first_length(sample: Any) -> int | None:
-    """Return the first dimension of the first tensor, array or list of numbers in a sample; ``None`` without one."""
+def first_length(sample: Any, axis: int = 0) -> int | None:
+    """Return a dimension of the first tensor, array or list of numbers in a sample; ``None`` without one."""
     if hasattr(type(sample), "columns"):
         return None  # a table, whose rows are no tokens
     # Nor are the values of a row of pandas, or texts.
     kind = getattr(getattr(sample, "dtype", None), "kind", "i")
     if (shape := getattr(sample, "shape", ())) and kind not in "OSU":
-        return int(shape[0])
+        return int(shape[axis])
     if isinstance(sample, list) and all(isinstance(each, Real) for each in sample[:1]):
         return len(sample)
     parts = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, list | tuple) else ()
-    return next((found for part in parts if (found := first_length(part)) is not None), None)
+    return next((found for part in parts if (found := first_length(part, axis)) is not None), None)
 
 
 def check_on_oversize(plan: str, value: OnOversize) -> OnOversize:

@@ -48,6 +48,7 @@ def pad_collate(
     parts: Sequence[str] | Sequence[int] | None = None,
     side: Literal["right", "left"] = "right",
     multiple_of: int | None = None,
+    dim: Literal[0, -1] | None = None,
 ) -> PadCollate:
     """Return a ``collate_fn`` that pads the sequences of a batch, each to its longest, and adds attention masks.
 
@@ -63,8 +64,8 @@ def pad_collate(
         print(mask)  # [[1, 1, 1], [1, 0, 0]]
         ```
 
-    A sequence is a tensor, an array or a list of numbers. It is padded along dimension 0 and stacked to [N, T, ...].
-    Other parts are collated as by ``default_collate``.
+    A sequence is a tensor, an array or a list of numbers. It is padded along dimension 0, or ``dim``, and stacked to
+    [N, T, ...]. Other parts are collated as by ``default_collate``.
 
     Without ``parts``, each sequence of one dimension is padded, and those that are as long as the first one. The mask
     is that of the first one; if ``value`` is a dict, of the first one that it names. Lists beside tensors or arrays are
@@ -77,6 +78,8 @@ def pad_collate(
         parts: The sequences to pad, each by its own length: keys of samples that are dicts, places in tuples and lists.
         side: Where the padding goes.
         multiple_of: Pad to a multiple of this length, as tensor cores like it. Default: to the longest sample.
+        dim: The dimension that is padded: 0, or -1, the last one, which makes [N, channels, T] of sounds [channels, T].
+            Default: -1 for whole recordings of ``DecodeAudio``, otherwise 0.
 
     Returns:
         A function, which can be pickled. A batch of dicts is a dict with the mask as ``"attention_mask"``, or with
@@ -99,7 +102,9 @@ def pad_collate(
             raise TypeError(f'pad_collate(parts=) must be different names, as in parts=("input_ids",), got {parts!r}')
         if isinstance(value, Mapping) and not value.keys() <= {*parts}:
             raise ValueError(f"pad_collate(value=) has {list(value)}, and parts={parts!r}: name them in both")
-    return PadCollate(value, side == "left", multiple_of or 1, None if parts is None else tuple(parts))
+    if dim not in (None, 0, -1):
+        raise ValueError(f"pad_collate(dim=) must be 0, the first dimension, or -1, the last one, got {dim!r}")
+    return PadCollate(value, side == "left", multiple_of or 1, None if parts is None else tuple(parts), dim)
 
 
 pad_collate.makes_collate_fn = True  # type: ignore[attr-defined]
@@ -113,6 +118,11 @@ class PadCollate:
     left: bool
     multiple_of: int
     parts: tuple[Any, ...] | None = None
+    dim: int | None = None
+
+    def along(self, axis: int) -> PadCollate:
+        """Return the function for samples whose length is another dimension, unless ``dim=`` says which."""
+        return self if self.dim is not None else replace(self, dim=axis)
 
     def __call__(self, samples: list[Any]) -> Any:
         """Collate samples of one kind: dicts, tuples, lists, tensors or arrays."""
@@ -141,7 +151,10 @@ class PadCollate:
         """Return the parts of a batch by name, and the masks by the names of their parts."""
         from torch.utils.data import default_collate
 
-        found = {name: each for name, parts in columns.items() if (each := _sequences(parts)) is not None}
+        whole = {name: each for name, parts in columns.items() if (each := _sequences(parts)) is not None}
+        found = whole
+        if self.dim:
+            found = {name: [part.movedim(-1, 0) for part in parts] for name, parts in whole.items()}
         lengths = {name: [len(part) for part in parts] for name, parts in found.items()}
         padded, masked = self._decide(columns, found, lengths)
         totals = {name: -(-max(lengths[name]) // self.multiple_of) * self.multiple_of for name in padded}
@@ -150,7 +163,7 @@ class PadCollate:
             if name in padded:
                 batch[name] = self._padded(name, found[name], totals[name])
             else:  # arrays may stand beside tensors, and lists are transposed
-                batch[name] = default_collate(parts if isinstance(parts[0], list) else found.get(name, parts))
+                batch[name] = default_collate(parts if isinstance(parts[0], list) else whole.get(name, parts))
         return batch, {name: self._mask(lengths[name], totals[name]) for name in masked}
 
     def _decide(
@@ -195,11 +208,16 @@ class PadCollate:
         # A sample without items may have another dtype: torch makes float32 of an empty list.
         # Nor has it the other dimensions.
         filled = [part for part in parts if len(part)] or parts[:1]
-        if len(shapes := {part.shape[1:]: list(part.shape) for part in filled}) > 1:
-            raise TypeError(f"pad_collate pads dimension 0 only, and {name!r} has the shapes {[*shapes.values()]}")
+        if len(shapes := {part.shape[1:]: [*part.movedim(0, self.dim or 0).shape] for part in filled}) > 1:
+            known, way = [*shapes.values()], "" if self.dim else "; dim=-1 pads the last one"
+            raise TypeError(
+                f"pad_collate pads dimension {self.dim or 0} only, and {name!r} has the shapes {known}{way}"
+            )
         dtype = functools.reduce(torch.promote_types, [part.dtype for part in filled])
-        padded = parts[0].new_full((len(parts), total, *filled[0].shape[1:]), self._value_of(name), dtype=dtype)
-        for row, part in zip(padded, parts, strict=True):
+        rest = filled[0].shape[1:]
+        size = (*rest, total) if self.dim else (total, *rest)
+        padded = parts[0].new_full((len(parts), *size), self._value_of(name), dtype=dtype)
+        for row, part in zip(padded.movedim(self.dim or 1, 1), parts, strict=True):
             start = total - len(part) if self.left else 0
             if len(part):
                 row[start : start + len(part)] = part

@@ -564,8 +564,8 @@ def test_wrong_sources_and_decoders_are_refused(folder: Path) -> None:
     for source in (Tensors(torch.zeros(4)), [1, 2, 3], Tokens(folder / "a.bin", 4)):
         with pytest.raises(TypeError, match="Clips takes a source of encoded videos"):
             Feeder(Clips(source, 4), batch_size=1)
-    with pytest.raises(TypeError, match=r"stride= is in frames"):
-        Clips(source_of(folder), 4, fps=8)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"it is called fps"):
+        Clips(source_of(folder), 4, frame_rate=8)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="bytes or a path, got int"):
         decode(3, 4, 1, 1, 24)
 

@@ -351,6 +351,18 @@ def _clips(folder: Path, _: Any) -> aiofeed.Clips:
     return aiofeed.Clips(aiofeed.Files(sorted(folder.glob("*.mp4"))), 2, per_video=1, size=(8, 16))
 
 
+def _clips_with_sound(folder: Path, _: Any) -> aiofeed.Clips:
+    data = video(12, preset="ultrafast", sound=True)
+    for number in range(N):
+        (folder / "ab"[number * 2 // N]).mkdir(exist_ok=True)
+        (folder / "ab"[number * 2 // N] / f"{number:02}.mp4").write_bytes(data)
+    return aiofeed.Clips(folder, 2, per_video=2, size=(8, 16), fps=5.0, audio=aiofeed.DecodeAudio(1000))
+
+
+def _clips_and_classes(clips: Any) -> list[Any]:
+    return [(clips.decoder(path), label) for path, label in zip(clips.source.paths, clips.targets, strict=True)]
+
+
 def _clip_samples(clips: Any) -> list[Any]:
     paths = sorted(Path(clips.key(0)).parent.glob("*.mp4"))
     return [clips.decoder(path.read_bytes()) for path in paths]
@@ -462,6 +474,13 @@ EVERY_SOURCE: dict[str, EverySource] = {
     "Arrays of Zarr": S(_zarr, "rows, Arrays, shards", None, _as_dicts, ("zarr",)),
     "Arrays of images": S(_images, "rows, Arrays, shards", None, _as_dicts, ("zarr",)),
     "Clips": S(_clips, "Clips, decoded samples", None, _clip_samples, ("av",)),
+    "Clips of a folder, with sound": S(
+        _clips_with_sound,
+        "Clips, decoded samples, decoded dicts, samples with targets",
+        None,
+        _clips_and_classes,
+        ("av",),
+    ),
     "Episodes": S(
         lambda *_: aiofeed.Episodes(LEROBOT, {"action": [0.0]}, episodes=[0], features=["action", "observation.state"]),
         "rows, Episodes, shards",

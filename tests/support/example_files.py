@@ -110,8 +110,12 @@ def _write_table(path: Path, random: np.random.Generator) -> None:
 def _write_media(folder: Path) -> None:
     from tests.support.media_files import chirp, sound, video
 
-    for kind in ("videos", "recordings"):
-        (folder / kind).mkdir()
+    for kind in ("videos", "recordings", "actions/run", "actions/walk", "words/yes", "words/no"):
+        (folder / kind).mkdir(parents=True)
     for number in range(2):
         (folder / "videos" / f"{number}.mp4").write_bytes(video(frames=24))
         (folder / "recordings" / f"{number}.wav").write_bytes(sound(chirp(1.0, 16000), 16000))
+    for name in ("run", "walk"):
+        (folder / "actions" / name / "0.mp4").write_bytes(video(frames=24))
+    for name in ("yes", "no"):
+        (folder / "words" / name / "0.wav").write_bytes(sound(chirp(1.0, 16000), 16000))

@@ -329,4 +329,4 @@ def make_mistakes() -> None:
     aiofeed.prefetch([1], transform=stacked)  # type: ignore[arg-type]  # pyright: ignore
     aiofeed.serve(rows, "rows")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     aiofeed.Mixture({"a": 1})  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
-    aiofeed.Clips("a.mp4", frames=8)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    aiofeed.Clips(3, frames=8)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -433,6 +433,8 @@ class BoundDecoder:
         takes_seed: Whether the rows that it writes depend on random numbers.
         takes_target: Whether it is called with the keyword ``target``.
         backend: Which library decodes images, of those decoders that leave the choice.
+        time_axis: The dimension of what it returns that is its length.
+        lengths: Returns the lengths of what it makes of the samples of a source, without decoding, if it can.
     """
 
     call: Callable[..., Any]
@@ -443,6 +445,8 @@ class BoundDecoder:
     takes_seed: bool
     takes_target: bool
     backend: Any
+    time_axis: int
+    lengths: Callable[[BaseSource], NDArray[np.int64]] | None
 
     @property
     def keywords(self) -> list[str]:
@@ -462,7 +466,15 @@ def bind_decoder(decode: Callable[..., Any]) -> BoundDecoder:
         bool(getattr(decode, "takes_seed", False)),
         getattr(decode, "takes_target", False) is True,
         getattr(decode, "backend", None),
+        getattr(decode, "time_axis", 0),
+        getattr(decode, "lengths", None),
     )
+
+
+def collate_along(collate_fn: Any, axis: int) -> Any:
+    """Return ``collate_fn=`` for samples whose length is that dimension, if it has a method ``along``."""
+    along = getattr(collate_fn, "along", None)
+    return collate_fn if along is None else along(axis)
 
 
 class BuildsBatches(ABC):

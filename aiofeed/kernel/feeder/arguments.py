@@ -27,6 +27,7 @@ from aiofeed.kernel.core.faces import (
     adapt_shards,
     adapt_source,
     bind_decoder,
+    collate_along,
 )
 from aiofeed.kernel.core.failures import FailurePolicy, as_policy
 from aiofeed.kernel.core.formatting import format_bytes
@@ -289,6 +290,10 @@ class Arguments:
         if self.batch_sampler is None and self.plan is None:
             self.samples = check_batch_size(self.batch_size)
         check_collate_fn(self.collate_fn)
+        if self.decode is not None and (axis := bind_decoder(self.decode).time_axis):
+            self.collate_fn = collate_along(self.collate_fn, axis)
+            if self.plan is not None:
+                self.plan.axis = axis
         check_callable("transform", self.transform)
         if self.split_sequence is not None:
             sequence_part = load_addon("sequence_part", "split_sequence=")

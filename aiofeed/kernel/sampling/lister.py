@@ -110,12 +110,14 @@ class Plan(Declares, ABC):
         decoded: Returns samples with their lengths, if it measures those of any source as they are decoded.
         measures: Whether the lengths have to be found by reading all samples first.
         shapes: The number of sizes of its full batches; 0: any.
+        axis: The dimension of a tensor that is its length.
     """
 
     streams: bool = False
     decoded: Any = None
     measures: bool = False
     shapes: int = 0
+    axis: int = 0
 
     @abstractmethod
     def new_lister(self, schedule: Schedule, samples: Lister | None) -> Lister:

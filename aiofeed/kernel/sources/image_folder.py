@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiofeed import _load_addon
 from aiofeed.kernel.core.formatting import shown
@@ -71,6 +71,9 @@ class ImageFolder(Files):
 
     root: str
     targets: Sequence[int]
+    # What a subclass lists: the ends of the names of files, and what messages call them.
+    _endings: ClassVar[tuple[str, ...]] = EXTENSIONS
+    _what: ClassVar[str] = "image"
 
     if TYPE_CHECKING:
 
@@ -87,8 +90,9 @@ class ImageFolder(Files):
         options: Mapping[str, Any] | None = None,
         refresh: bool = False,
     ) -> None:
+        name, endings = type(self).__name__, self._endings
         if not isinstance(root, str | os.PathLike):
-            raise TypeError(f"ImageFolder needs the path or URL of a folder, got {root!r}; Files takes a list of paths")
+            raise TypeError(f"{name} needs the path or URL of a folder, got {root!r}; Files takes a list of paths")
         root = os.fspath(root)
         folder = local_path(root)
         is_url = store is not None or folder is None
@@ -96,19 +100,19 @@ class ImageFolder(Files):
         if store is not None or folder is None:
             check_bool("refresh", refresh)
             list_classes = _load_addon("list_classes", "a URL")
-            paths, counts, loose = list_classes(root, EXTENSIONS, store=store, options=options, refresh=refresh)
+            paths, counts, loose = list_classes(root, endings, store=store, options=options, refresh=refresh)
             named = shown(root)
         elif options is not None or refresh:
             raise ValueError(f"options= and refresh= are for URLs, and {root!r} is a folder: leave them out")
         else:
             named = check_path(folder)
-            paths, counts, loose = _list_folder(named, follow_symlinks)
+            paths, counts, loose = self._listed(named, follow_symlinks)
         if not counts:
-            raise FileNotFoundError(_no_classes(named, loose))
-        for name, count in counts.items():
+            raise FileNotFoundError(self._without_classes(named, loose))
+        for each, count in counts.items():
             if not count:
                 raise FileNotFoundError(
-                    f"ImageFolder: class {name!r} of {named!r} has no images ({', '.join(EXTENSIONS)}): remove the "
+                    f"{name}: class {each!r} of {named!r} has no {self._what}s ({', '.join(endings)}): remove the "
                     f"folder, or list files of your own in Files(paths, targets)"
                 )
         self.classes: list[str] = list(counts)
@@ -127,21 +131,31 @@ class ImageFolder(Files):
             self._rules = ReadRules(max_bytes, follow_symlinks, named)
 
     def __repr__(self) -> str:
-        return f"ImageFolder({self.root!r}: {counted(len(self), 'file')}, {counted(len(self.classes), 'class')})"
+        counts = f"{counted(len(self), 'file')}, {counted(len(self.classes), 'class')}"
+        return f"{type(self).__name__}({self.root!r}: {counts})"
 
+    def _listed(self, root: str, follow_symlinks: bool) -> tuple[list[str], dict[str, int], int]:
+        """Return the files in the folders below a root, the number of each class, and that of those in no folder."""
+        name = type(self).__name__
+        if not os.path.isdir(root):
+            if os.path.exists(root):
+                raise NotADirectoryError(f"{name}: {root!r} is not a folder")
+            raise FileNotFoundError(f"{name}: the folder {root!r} does not exist{missing_part(root)}")
+        with os.scandir(root) as entries:
+            folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=follow_symlinks)]
+        classes = sorted(name for name in folders if not name.startswith("."))
+        found = {name: images_below(os.path.join(root, name), follow_symlinks, self._endings) for name in classes}
+        loose = 0 if classes else sum(path.suffix.lower() in self._endings for path in Path(root).iterdir())
+        return list(chain.from_iterable(found.values())), {name: len(paths) for name, paths in found.items()}, loose
 
-def _list_folder(root: str, follow_symlinks: bool) -> tuple[list[str], dict[str, int], int]:
-    """Return the images in the folders below a root, the number of those of each class, and of those in no folder."""
-    if not os.path.isdir(root):
-        if os.path.exists(root):
-            raise NotADirectoryError(f"ImageFolder: {root!r} is not a folder")
-        raise FileNotFoundError(f"ImageFolder: the folder {root!r} does not exist{missing_part(root)}")
-    with os.scandir(root) as entries:
-        folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=follow_symlinks)]
-    classes = sorted(name for name in folders if not name.startswith("."))
-    images = {name: images_below(os.path.join(root, name), follow_symlinks) for name in classes}
-    loose = 0 if classes else sum(path.suffix.lower() in EXTENSIONS for path in Path(root).iterdir())
-    return list(chain.from_iterable(images.values())), {name: len(found) for name, found in images.items()}, loose
+    def _without_classes(self, root: str, loose: int) -> str:
+        name, what = type(self).__name__, self._what
+        if loose:
+            return (
+                f"{name}: {root!r} has {counted(loose, what)} but no sub-folders, which are the classes; "
+                f"for {what}s without labels pass their paths to aiofeed.Files"
+            )
+        return f"{name}: {root!r} has no sub-folders with {what}s ({', '.join(self._endings)})"
 
 
 def images_below(folder: str, follow_symlinks: bool, endings: tuple[str, ...] = EXTENSIONS) -> list[str]:
@@ -180,12 +194,3 @@ def missing_part(root: str) -> str:
         return ""
     missing = os.path.relpath(absolute, parent).split(os.sep)[0]
     return f"; {parent!r} exists and has no {missing!r}"
-
-
-def _no_classes(root: str, loose: int) -> str:
-    if loose:
-        return (
-            f"ImageFolder: {root!r} has {counted(loose, 'image')} but no sub-folders, which are the classes; "
-            f"for images without labels pass their paths to aiofeed.Files"
-        )
-    return f"ImageFolder: {root!r} has no sub-folders with images ({', '.join(EXTENSIONS)})"
