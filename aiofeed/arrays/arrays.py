@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aiofeed.arrays.cells import SparseMatrix
 from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Needs, Scaling, equal_steps, expand, places_of
 from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, DenseField, Field, ReadChunk, Selection, SparseField, Starts
-from aiofeed.arrays.opening import Opener, SparseMatrix
+from aiofeed.arrays.opening import Opener
 from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Gathered, Traits, public
@@ -87,12 +88,16 @@ class Arrays(GroupedSource):
         pad: The value beyond an array. Default: samples that reach beyond are left out.
         scale: Of images of OME-Zarr, ``"plate.zarr"``, the number of the scale: 0 is the largest.
         decode_cf: Whether scale, offset and fill values of the CF conventions are applied, as xarray does.
+        join: Of joined matrices with columns of other names (``var`` of AnnData): whether columns that some lack are
+            left out, ``"inner"``, or zeros there, ``"outer"``, as in ``anndata.concat``. Default: an error. Columns
+            are chosen by ``select={"var": names}``.
         sparse: Whether rows of matrices are ``"dense"`` or, in ``torch.sparse_csr`` batches, ``"csr"``.
         store: An obstore store that reads the URLs.
         options: Arguments of ``obstore.store.from_url``.
 
     Attributes:
-        categories: By field, the names of its categories.
+        categories: By field, the names of its categories; of joined ones, their union.
+        columns: By field, the names of the columns of its matrix.
 
     Raises:
         ImportError: zarr, h5py, numcodecs or imagecodecs is not installed.
@@ -120,18 +125,24 @@ class Arrays(GroupedSource):
         pad: float | None = None,
         scale: int = 0,
         decode_cf: bool = True,
+        join: str | None = None,
         sparse: str = "dense",
         store: Any = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(arrays, Mapping) or not arrays:
             raise TypeError(f'Arrays takes a dict of arrays, {{"x": "era5.zarr/t2m"}}, got {type(arrays).__name__}')
-        for argument, value, known in (("sparse", sparse, ("dense", "csr")), ("stride", stride, ("random",))):
+        known_texts = (
+            ("sparse", sparse, ("dense", "csr")),
+            ("stride", stride, ("random",)),
+            ("join", join, ("inner", "outer")),
+        )
+        for argument, value, known in known_texts:
             if isinstance(value, str) and value not in known:
                 raise ValueError(f"Arrays({argument}=) knows {' and '.join(map(repr, known))}, got {value!r}")
         if isinstance(window, Mapping) and (unknown := [name for name in window if name not in arrays]):
             raise ValueError(f"Arrays(window=) names {unknown}, and the fields are {list(arrays)}")
-        self._opener = opener = Opener(decode_cf, scale, store, options)
+        self._opener = opener = Opener(decode_cf, scale, join, store, options)
         axes = [sample] if isinstance(sample, str | int) else list(sample)
         # By axis: all offsets; the size of a tile; the length. And the names of axes, for messages.
         self._windows = {axis: [0] for axis in axes}
@@ -151,7 +162,7 @@ class Arrays(GroupedSource):
         self._chosen, self._ranges, self._homes = dict[Any, Any](), dict[Any, range](), dict[Any, list[Any]]()
         self._coordinates: dict[Any, Any] = {}
         self._fields: dict[str, Field] = {}
-        opened = {name: opener.open(name, given, axes[0]) for name, given in arrays.items()}
+        opened = {name: opener.open(name, given, axes[0], self._columns_in(name)) for name, given in arrays.items()}
         opener.sort(opened, arrays, axes[0])
         for name, parts in opened.items():
             offsets = window.get(name) if isinstance(window, Mapping) else window
@@ -161,12 +172,16 @@ class Arrays(GroupedSource):
             make = self._rows_of if is_matrix else self._windows_of
             self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
+        self.columns: dict[str, list[str]] = opener.columns
+        chosen = {name: names for name, names in self.columns.items() if self._columns_in(name) is not None}
+        self._chosen.update({(name, "var"): names for name, names in chosen.items()})
         named = [(name, *each) for name, field in self._fields.items() for each in enumerate(field.sources)]
         self._sources, self._field_of = [source for *_, source in named], [(name, at) for name, at, _ in named]
         counts = [MAPPED if self._fields[name].is_mapped else source.count for name, _, source in named]
         self._numbers = np.cumsum([0, *counts])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         self._selection += repr((self._chosen, within)) if select or within is not None else ""
+        self._selection += repr((join, self.columns)) if join else ""
         found = {axis for _, axis in self._chosen}
         for key, given in (select or {}).items():
             if key not in found and not (isinstance(given, Mapping) and key in arrays and given.keys() <= found):
@@ -179,6 +194,11 @@ class Arrays(GroupedSource):
         self.shards_per_read: int = max(1, min(TOGETHER, TOGETHER_BYTES // max(chunk_bytes, 1)))
 
     # --- the layout of samples
+
+    def _columns_in(self, field: str) -> Any:
+        """Return the names of columns that ``select=`` has of a matrix of AnnData, if any."""
+        own = self._asked.get(field)
+        return {**self._asked, **(own if isinstance(own, Mapping) else {})}.get("var")
 
     def _rows_of(self, name: str, parts: Any, offsets: Any, dense: Any) -> SparseField:
         axis = next(iter(self._windows))

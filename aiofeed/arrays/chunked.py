@@ -54,6 +54,7 @@ class ChunkedArray(ABC):
         attributes: What is known about it.
         scaling: How values are unpacked.
         limit: The columns of the matrix whose columns of values these are.
+        places: By number of a column or category, its number in the joined ones.
         coordinates: By axis, its coordinate: the path, or its values.
     """
 
@@ -66,6 +67,7 @@ class ChunkedArray(ABC):
     attributes: Mapping[str, Any] = field(default_factory=dict)
     scaling: Scaling | None = None
     limit: int | None = None
+    places: NDArray[Any] | None = None
     coordinates: Mapping[str, Any] = field(default_factory=dict)
     reader: Any = None
     """Reads its files; ``None``: there are none."""
@@ -127,6 +129,7 @@ class ChunkedArray(ABC):
     def _finish(self, values: Any) -> Any:
         if self.limit is not None and values.size and not 0 <= values.min() <= values.max() < self.limit:
             raise ValueError(f"it has columns beyond the {self.limit} of the matrix")
+        values = values if self.places is None else self.places[values]
         return values if self.scaling is None else self.scaling.apply(values)
 
     @property
@@ -137,6 +140,8 @@ class ChunkedArray(ABC):
     @property
     def sample_dtype(self) -> np.dtype[Any]:
         """The dtype of samples."""
+        if self.places is not None:
+            return self.places.dtype
         return (self.dtype if self.scaling is None else self.scaling.dtype).newbyteorder("=")
 
 
@@ -150,7 +155,7 @@ class OpenedArray(ChunkedArray):
     def mapped_values(self) -> Any:
         """Return an array of NumPy."""
         self.mapped.check()
-        return self.array if isinstance(self.array, np.ndarray) and self.scaling is None else None
+        return self.array if isinstance(self.array, np.ndarray) and self.scaling is self.places is None else None
 
     def read_now(self, chunk: Chunk) -> Any:
         """Return a chunk."""
