@@ -24,7 +24,7 @@ from aiofeed.arrays.opening import Opener
 from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Gathered, Traits, public
-from aiofeed.kernel.core.validation import counted
+from aiofeed.kernel.core.validation import counted, explain_arguments
 from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool
 from aiofeed.kernel.runtime.tensors import as_tensors
 from aiofeed.kernel.sampling.order import mix64, sample_seed
@@ -50,6 +50,17 @@ TOGETHER = 32
 
 
 @public
+@explain_arguments(
+    {
+        **dict.fromkeys(
+            ("target", "targets", "obs", "obs_keys", "obs_columns"),
+            'targets are fields of the dict, "y": "cells.h5ad::obs/cell_type"',
+        ),
+        **dict.fromkeys(
+            ("genes", "var", "var_names", "columns"), 'pass select={"var": names}, or join="inner" or "outer"'
+        ),
+    }
+)
 class Arrays(GroupedSource):
     """Samples are positions along axes of chunked arrays, with windows around them; batches are dicts of tensors.
 
@@ -72,7 +83,8 @@ class Arrays(GroupedSource):
         arrays: By the name of a field, an array: a path or URL of a Zarr array, ``"era5.zarr/t2m"``, or of a data set,
             ``"era5.nc::t2m"``; braces, a glob or a list of these, joined along the first axis of ``sample``; or an
             array of zarr, h5py, xarray, dask or NumPy without a mask. Sparse rows, ``"cells.h5ad::X"``, and columns of
-            categories, ``"cells.h5ad::obs/cell_type"``, are in the layout of AnnData.
+            categories, ``"cells.h5ad::obs/cell_type"``, are in the layout of AnnData or, ``"matrix.h5"``, of Cell
+            Ranger; or an ``AnnData``, a matrix of scipy or a column of pandas.
         sample: The axis whose positions are the samples, by its name or number; or several. An array that lacks a named
             axis is the same for all positions.
         window: What a sample has of the axis: offsets from the position, ``range(-3, 1)`` or ``[-24, -12, 0]``; an int
@@ -131,7 +143,10 @@ class Arrays(GroupedSource):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(arrays, Mapping) or not arrays:
-            raise TypeError(f'Arrays takes a dict of arrays, {{"x": "era5.zarr/t2m"}}, got {type(arrays).__name__}')
+            cells = ' or {"x": adata, "y": adata.obs["cell_type"]}' * (type(arrays).__name__ == "AnnData")
+            raise TypeError(
+                f'Arrays takes a dict of arrays, {{"x": "era5.zarr/t2m"}}{cells}, got {type(arrays).__name__}'
+            )
         known_texts = (
             ("sparse", sparse, ("dense", "csr")),
             ("stride", stride, ("random",)),
@@ -181,7 +196,7 @@ class Arrays(GroupedSource):
         self._numbers = np.cumsum([0, *counts])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         self._selection += repr((self._chosen, within)) if select or within is not None else ""
-        self._selection += repr((join, self.columns)) if join else ""
+        self._selection += hashlib.sha256(repr((join, self.columns)).encode()).hexdigest() if join else ""
         found = {axis for _, axis in self._chosen}
         for key, given in (select or {}).items():
             if key not in found and not (isinstance(given, Mapping) and key in arrays and given.keys() <= found):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened
+from aiofeed.common.progress_bar import log
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.runtime.machine import free_memory
 from aiofeed.kernel.sources.file_io import Content
@@ -170,6 +171,7 @@ def check_memory(name: str, *arrays: ChunkedArray) -> None:
     if needed > (most := free_memory()):
         sizes = f"{format_bytes(needed)} to be turned into rows, and {format_bytes(most)} are free"
         raise ValueError(f"{name} is a csc_matrix, which needs {sizes}: write X.tocsr()")
+    log.info("%s is a csc_matrix: sorting its values into rows takes %s", name, format_bytes(needed))
 
 
 def unique_names(names: Sequence[str]) -> list[str]:

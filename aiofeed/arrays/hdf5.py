@@ -199,7 +199,9 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
         [path] = arrays
     folder, slash, name = path.rpartition("/")
     if (node := root.get(f"{folder}{slash}{_HIDDEN}{name}", root.get(path))) is None:
-        raise ValueError(f"{shard}: there is no {path!r} in it; there are {sorted(root)}")
+        near = root.get(folder or "/")
+        inside = sorted(near if isinstance(near, h5py.Group) else root)
+        raise ValueError(f"{shard}: there is no {path!r} in it; there are {inside}")
     if node.file.filename != root.filename:
         raise ValueError(f"{shard}::{path} is a link to {node.file.filename}: name that file")
     if isinstance(node, h5py.Dataset):
@@ -210,12 +212,16 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
             return {"": {"encoding-type": "categorical"}, "codes": found, "categories": _array_of(root[names], shard)}
         return {"": found}
     hard = [name for name in node if isinstance(node.get(name, getlink=True), h5py.HardLink)]
+    groups = dict.fromkeys(name for name in hard if isinstance(node.get(name), h5py.Group))
     inner = {name.removeprefix(_HIDDEN): node[name] for name in hard if _is_variable(node.get(name))}
     known = {name: _array_of(each, shard) if name in _PARTS else None for name, each in inner.items()}
     attributes = attributes_of(node)
     if {*_OF_10X} <= {*inner}:
         attributes |= {"encoding-type": "10x", "shape": inner["shape"][...]}
-    return {"": attributes, **known}
+    if "h5sparse_format" in node.attrs:  # before version 0.7 of anndata
+        shape, kind = node.attrs["h5sparse_shape"], text(node.attrs["h5sparse_format"])
+        attributes |= {"encoding-type": f"{kind}_matrix", "shape": shape}
+    return {"": attributes, **groups, **known}
 
 
 def _is_variable(node: Any) -> bool:

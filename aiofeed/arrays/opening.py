@@ -175,7 +175,7 @@ class Opener:
             parts = [await child(name) for name in ("indptr", "data", "indices")]
             found = await self._matrix(str(given), np.asarray(node.get("shape", ())).tolist(), kind, *parts)
             if kind == "10x":
-                names = nodes.get("gene_names") or await self._open(field, f"{given}/features/name")
+                names = await child("gene_names" if "gene_names" in nodes else "features/name")
                 self._columns_of[found] = cells.unique_names(await _texts(names))
             return found
         if kind == "categorical":
@@ -238,7 +238,7 @@ class Opener:
 
     async def _adopt(self, field: str, given: Any) -> Any:
         values, kinds = given, _kinds_of(given)
-        if "anndata.AnnData" in kinds:
+        if {"anndata.AnnData", "anndata.Raw"} & {*kinds}:
             part = await self._adopt(field, given.X)
             self._columns_of[part] = [*map(str, given.var_names)]
             return part
@@ -268,8 +268,11 @@ class Opener:
         values = getattr(values, "_meta", values)  # what chunks of dask are
         is_plain = isinstance(values, np.ndarray | np.generic) and not isinstance(values, np.ma.MaskedArray)
         if not is_plain and not {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"} & {*kinds}:
-            known = "paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks"
+            known = "paths, URLs, arrays of zarr, h5py, xarray, dask and NumPy without masks, AnnData, sparse matrices"
+            known += " and columns of pandas"
             hint = "pass its path, 'file.nc::x', or make it one of NumPy, as x.filled(...) does"
+            if {"pandas.DataFrame", "anndata.Dataset2D"} & {*kinds}:
+                hint = f"name a column of it, obs[{[*given.columns][:1]}]".replace("[[", "[").replace("]]", "]")
             raise TypeError(f"Arrays takes {known}, not {_kinds_of(values)[0]}: {hint}")
         if "h5py.Dataset" in kinds:
             if given.file.driver != "sec2":  # in memory, for example
