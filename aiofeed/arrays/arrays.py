@@ -51,15 +51,8 @@ TOGETHER = 32
 
 @public
 @explain_arguments(
-    {
-        **dict.fromkeys(
-            ("target", "targets", "obs", "obs_keys", "obs_columns"),
-            'targets are fields of the dict, "y": "cells.h5ad::obs/cell_type"',
-        ),
-        **dict.fromkeys(
-            ("genes", "var", "var_names", "columns"), 'pass select={"var": names}, or join="inner" or "outer"'
-        ),
-    }
+    dict.fromkeys(("target", "obs", "obs_keys"), 'targets are fields of the dict, "y": "cells.h5ad::obs/cell_type"')
+    | dict.fromkeys(("genes", "var", "var_names"), 'pass select={"var": names}, or join="inner" or "outer"')
 )
 class Arrays(GroupedSource):
     """Samples are positions along axes of chunked arrays, with windows around them; batches are dicts of tensors.
@@ -143,16 +136,10 @@ class Arrays(GroupedSource):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(arrays, Mapping) or not arrays:
-            cells = ' or {"x": adata, "y": adata.obs["cell_type"]}' * (type(arrays).__name__ == "AnnData")
-            raise TypeError(
-                f'Arrays takes a dict of arrays, {{"x": "era5.zarr/t2m"}}{cells}, got {type(arrays).__name__}'
-            )
-        known_texts = (
-            ("sparse", sparse, ("dense", "csr")),
-            ("stride", stride, ("random",)),
-            ("join", join, ("inner", "outer")),
-        )
-        for argument, value, known in known_texts:
+            example = '{"x": "era5.zarr/t2m"} or {"x": adata}'
+            raise TypeError(f"Arrays takes a dict of arrays, {example}, got {type(arrays).__name__}")
+        texts = {"sparse": (sparse, "dense", "csr"), "stride": (stride, "random"), "join": (join, "inner", "outer")}
+        for argument, (value, *known) in texts.items():
             if isinstance(value, str) and value not in known:
                 raise ValueError(f"Arrays({argument}=) knows {' and '.join(map(repr, known))}, got {value!r}")
         if isinstance(window, Mapping) and (unknown := [name for name in window if name not in arrays]):
@@ -177,7 +164,9 @@ class Arrays(GroupedSource):
         self._chosen, self._ranges, self._homes = dict[Any, Any](), dict[Any, range](), dict[Any, list[Any]]()
         self._coordinates: dict[Any, Any] = {}
         self._fields: dict[str, Field] = {}
-        opened = {name: opener.open(name, given, axes[0], self._columns_in(name)) for name, given in arrays.items()}
+        opened = {
+            name: opener.open(name, given, axes[0], self._asked_of(name).get("var")) for name, given in arrays.items()
+        }
         opener.sort(opened, arrays, axes[0])
         for name, parts in opened.items():
             offsets = window.get(name) if isinstance(window, Mapping) else window
@@ -188,8 +177,7 @@ class Arrays(GroupedSource):
             self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
         self.columns: dict[str, list[str]] = opener.columns
-        chosen = {name: names for name, names in self.columns.items() if self._columns_in(name) is not None}
-        self._chosen.update({(name, "var"): names for name, names in chosen.items()})
+        self._chosen |= {(name, "var"): self.columns[name] for name in self.columns if "var" in self._asked_of(name)}
         named = [(name, *each) for name, field in self._fields.items() for each in enumerate(field.sources)]
         self._sources, self._field_of = [source for *_, source in named], [(name, at) for name, at, _ in named]
         counts = [MAPPED if self._fields[name].is_mapped else source.count for name, _, source in named]
@@ -210,10 +198,10 @@ class Arrays(GroupedSource):
 
     # --- the layout of samples
 
-    def _columns_in(self, field: str) -> Any:
-        """Return the names of columns that ``select=`` has of a matrix of AnnData, if any."""
+    def _asked_of(self, field: str) -> dict[Any, Any]:
+        """Return what ``select=`` has for a field, by axis, and for other fields and axes."""
         own = self._asked.get(field)
-        return {**self._asked, **(own if isinstance(own, Mapping) else {})}.get("var")
+        return {**self._asked, **(own if isinstance(own, Mapping) else {})}
 
     def _rows_of(self, name: str, parts: Any, offsets: Any, dense: Any) -> SparseField:
         axis = next(iter(self._windows))
@@ -262,8 +250,7 @@ class Arrays(GroupedSource):
 
     def _choose(self, name: str, parts: Any, number: int, size: int) -> Any:
         """Return the places of an axis that ``select=`` has, if any."""
-        own = self._asked.get(name)
-        asked = {**self._asked, **(own if isinstance(own, Mapping) else {})}
+        asked = self._asked_of(name)
         for axis in filter(asked.__contains__, (number, (parts[0].dims or {number: number})[number])):
             found = self._opener.coordinate(parts, axis) if isinstance(axis, str) else None
             values, what = found and np.concatenate(found), f"Arrays(select=): {parts[0].name} along {axis!r}"

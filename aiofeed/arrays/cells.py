@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,7 @@ class PlacedColumns(ChunkedArray):
 
     def unpack(self, data: Any, nbytes: int, chunk: Chunk) -> Any:
         """Return the values of a chunk."""
-        return self.decode(data, chunk)
+        raise NotImplementedError
 
     def content_parts(self, most: int) -> list[Content]:
         """Return those of the array."""
@@ -74,7 +75,7 @@ class PlacedColumns(ChunkedArray):
 
 def place_columns(
     field: str, parts: list[Any], known: Sequence[list[str] | None], join: str | None, chosen: Any
-) -> list[str] | None:
+) -> list[str]:
     """Put the columns of matrices to the places that their names have in all; return these names.
 
     Args:
@@ -88,52 +89,42 @@ def place_columns(
         TypeError: What is chosen is no list.
         ValueError: Names differ, are missing, or occur twice.
     """
-    names: list[Any] = [each for each in known if each is not None]
-    if not names:
-        return None
     if chosen is not None and (isinstance(chosen, str | slice | int) or not len(chosen)):
         raise TypeError(f'Arrays(select=): "var" is a list of names of columns, got {chosen!r}')
+    names: list[Any] = [each for each in known if each is not None]
     if len(names) < len(parts) and (join or chosen is not None):
-        lacking = next(part for part, each in zip(parts, known, strict=True) if each is None)
-        raise ValueError(f"Arrays: {lacking.name} has no names of columns, which join= and select= need")
-    wanted, other = names[0], next((at for at, each in enumerate(known) if each not in (None, names[0])), None)
-    if other is not None and join is None and chosen is None:
-        hint = 'pass join="inner" or "outer", select={"var": names}, or write them alike, adata[:, names]'
-        raise ValueError(
-            f"{parts[other].name} has columns of other names, by var, or in another order than other parts of "
-            f"{field!r}: {hint}"
-        )
-    if other is not None and join == "inner":
-        common = set(names[0]).intersection(*names)
-        wanted = [name for name in names[0] if name in common]
-    elif other is not None and join == "outer":
-        wanted = sorted(set(itertools.chain(*names)))
+        raise ValueError(f"Arrays: {parts[known.index(None)].name} has no names of columns for join= or select=")
+    wanted, everywhere, anywhere = names[0], {*names[0]}.intersection(*names), set(itertools.chain(*names))
+    if other := [part for part, each in zip(parts, known, strict=True) if each not in (None, wanted)]:
+        if join is None and chosen is None:
+            hint = 'pass join="inner" or "outer", select={"var": names}, or write them alike, adata[:, names]'
+            what = f"other names, by var, or in another order than other parts of {field!r}"
+            raise ValueError(f"{other[0].name} has columns of {what}: {hint}")
+        wanted = sorted(anywhere) if join == "outer" else [name for name in wanted if name in everywhere]
     if chosen is not None:
-        for part, each in zip(parts, names, strict=True):
-            if join != "outer" and (missing := sorted({*map(str, chosen)} - {*each})):
-                hint = 'or in another file; join="outer" fills zeros'
-                raise ValueError(f"Arrays(select=): {part.name} has no column {missing[0]!r}, {hint}")
         wanted = [*map(str, chosen)]
-    if not wanted or not {*wanted} & {*itertools.chain(*names)}:
-        raise ValueError(f"Arrays(join={join!r}): the parts of {field!r} have no column in common")
+    if missing := [name for name in wanted if name not in everywhere] if join != "outer" else []:
+        raise ValueError(f'Arrays(select=): {missing[0]!r} is not in all parts of {field!r}; join="outer" fills zeros')
+    if anywhere.isdisjoint(wanted):
+        raise ValueError(f"Arrays: the parts of {field!r} have no column in common, or none that is chosen")
     is_sparse = isinstance(parts[0], SparseMatrix)
     mixed = is_sparse and len({part.columns.dtype for part in parts}) > 1
     if all(each == wanted for each in names) and not mixed:
         return wanted
-    for each in [wanted, *names]:
-        if len({*each}) < len(each):
-            twice = next(name for name in each if each.count(name) > 1)
-            raise ValueError(f"Arrays: {field!r} has several columns {twice!r}: adata.var_names_make_unique()")
+    if twice := [
+        name for each in (wanted, *names) if len({*each}) < len(each) for name in each if each.count(name) > 1
+    ]:
+        raise ValueError(f"Arrays: {field!r} has several columns {twice[0]!r}: adata.var_names_make_unique()")
     at = {name: number for number, name in enumerate(wanted)}
     for number, (part, each) in enumerate(zip(parts, known, strict=True)):
-        to = np.array([at.get(name, len(wanted)) for name in (wanted if each is None else each)], np.int32)
+        to = np.array([at.get(name, len(wanted)) for name in each or wanted], np.int32)
         if is_sparse:
             part.width, part.columns.places = len(wanted), to
         else:
-            shape, rows = (part.shape[0], len(wanted)), part.chunks[0]
-            same: Any = {"dims": part.dims, "reader": part.reader, "metadata": part.metadata, "to": to, "inner": part}
-            dtype = part.sample_dtype
-            parts[number] = PlacedColumns(name=part.name, shape=shape, chunks=(rows, shape[1]), dtype=dtype, **same)
+            rows, dtype = part.chunks[0], part.sample_dtype
+            same: Any = {"name": part.name, "dims": part.dims, "reader": part.reader, "metadata": part.metadata}
+            same.update(shape=(part.shape[0], len(wanted)), chunks=(rows, len(wanted)), dtype=dtype)
+            parts[number] = PlacedColumns(inner=part, to=to, **same)
     return wanted
 
 
@@ -143,9 +134,8 @@ def place_categories(field: str, parts: Sequence[Any], known: Sequence[list[str]
     Raises:
         ValueError: Some parts have categories and others have none.
     """
-    for part, names in zip(parts, known, strict=True):
-        if names is None:
-            raise ValueError(f"Arrays: {part.name} has no categories, unlike other parts of {field!r}")
+    if None in known:
+        raise ValueError(f"Arrays: {parts[known.index(None)].name} has no categories, unlike other parts of {field!r}")
     union = list(dict.fromkeys(name for names in known for name in names or ()))
     if any(names != union for names in known):
         at = {name: number for number, name in enumerate(union)}
@@ -155,36 +145,33 @@ def place_categories(field: str, parts: Sequence[Any], known: Sequence[list[str]
     return union
 
 
-def rows_of_columns(name: str, width: int, rows: int, starts: NDArray[Any], columns: Any, values: Any) -> SparseMatrix:
-    """Return a matrix in compressed columns, ``csc_matrix``, as one in compressed rows."""
-    of_values = np.repeat(np.arange(width, dtype=np.int32), np.diff(starts))
-    order = np.argsort(columns, kind="stable")
-    ends = np.cumsum(np.bincount(columns, minlength=rows))
-    parts = [opened(each[order], f"{name}/{what}") for what, each in (("data", values), ("indices", of_values))]
-    return SparseMatrix(name, width, parts[0], parts[1], np.append(0, ends))
-
-
 def check_memory(name: str, *arrays: ChunkedArray) -> None:
     """Raise ``ValueError`` if a matrix in compressed columns does not fit into memory while its rows are made."""
     # Both orders, and the order of values.
-    needed = arrays[0].shape[0] * (2 * sum(each.dtype.itemsize for each in arrays) + 8)
-    if needed > (most := free_memory()):
+    needed, most = arrays[0].shape[0] * (2 * sum(each.dtype.itemsize for each in arrays) + 8), free_memory()
+    if needed > most:
         sizes = f"{format_bytes(needed)} to be turned into rows, and {format_bytes(most)} are free"
         raise ValueError(f"{name} is a csc_matrix, which needs {sizes}: write X.tocsr()")
     log.info("%s is a csc_matrix: sorting its values into rows takes %s", name, format_bytes(needed))
 
 
+def rows_of_columns(name: str, shape: Sequence[int], starts: NDArray[Any], places: Any, values: Any) -> SparseMatrix:
+    """Return a matrix in compressed columns, ``csc_matrix``, as one in compressed rows."""
+    columns, order = np.repeat(np.arange(shape[1], dtype=np.int32), np.diff(starts)), np.argsort(places, kind="stable")
+    parts = [opened(each[order], f"{name}/{what}") for what, each in (("data", values), ("indices", columns))]
+    ends = np.cumsum(np.bincount(places, minlength=shape[0]))
+    return SparseMatrix(name, shape[1], parts[0], parts[1], np.append(0, ends))
+
+
 def unique_names(names: Sequence[str]) -> list[str]:
     """Return names of which those that occur again get a number, as ``var_names_make_unique`` of anndata does."""
-    found, counts, taken = list[str](), dict[str, int](), {*names}
-    for name in names:
-        new = name
-        while name in counts and new in taken:
+    found, counts, taken = [*names], Counter[str](), {*names}
+    firsts = {name: at for at, name in reversed([*enumerate(names)])}
+    for at, name in enumerate(names):
+        while at != firsts[name] and found[at] in taken:
             counts[name] += 1
-            new = f"{name}-{counts[name]}"
-        counts.setdefault(name, 0)
-        taken.add(new)
-        found.append(new)
+            found[at] = f"{name}-{counts[name]}"
+        taken.add(found[at])
     return found
 
 

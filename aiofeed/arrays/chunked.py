@@ -363,7 +363,8 @@ class Joined:
         self.first: ChunkedArray = parts[0]
         self.dtype: np.dtype[Any] = self.first.sample_dtype
         if not is_plain(self.dtype):
-            raise ValueError(f"{self.first.name} has the dtype {self.first.dtype}, of which torch has no tensors")
+            hint = 'of texts, pass categories, adata.obs[name].astype("category")'
+            raise ValueError(f"{self.first.name} has the dtype {self.dtype}, of which torch has no tensors; {hint}")
         wanted = _layout(self.first, axis)
         for part in parts:
             if (found := _layout(part, axis)) != wanted:

@@ -45,9 +45,7 @@ _COMPRESSORS: dict[int, Callable[[Any, int], Any]] = {
 _PACKED = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
 _ATTRIBUTES = (*_PACKED, "encoding-type", "shape", "_index")
 # Of groups in the layout of AnnData, these arrays are described.
-_PARTS = ("data", "indices", "indptr", "codes", "categories", "values", "mask", "_index")
-# What a matrix of Cell Ranger has.
-_OF_10X = ("barcodes", "data", "indices", "indptr", "shape")
+_PARTS = ("data", "indices", "indptr", "codes", "categories", "values", "mask", "shape", "_index")
 # How NetCDF names a variable that has the name of a dimension but not its axis, and what a dimension without one says.
 _HIDDEN = "_nc4_non_coord_"
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
@@ -189,7 +187,7 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
 
     if not path:
         whole = ["X"] if attributes_of(root).get("encoding-type") == "anndata" else []
-        whole += [name for name, node in root.items() if isinstance(node, h5py.Group) and {*_OF_10X} <= {*node}]
+        whole += [name for name, node in root.items() if isinstance(node, h5py.Group) and "barcodes" in node]
         if len(whole) == 1:
             return {"": {"matrix": whole[0]}}
         arrays: list[str] = []
@@ -200,8 +198,8 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
     folder, slash, name = path.rpartition("/")
     if (node := root.get(f"{folder}{slash}{_HIDDEN}{name}", root.get(path))) is None:
         near = root.get(folder or "/")
-        inside = sorted(near if isinstance(near, h5py.Group) else root)
-        raise ValueError(f"{shard}: there is no {path!r} in it; there are {inside}")
+        inside = near if isinstance(near, h5py.Group) else root
+        raise ValueError(f"{shard}: there is no {path!r} in it; there are {sorted(inside)}")
     if node.file.filename != root.filename:
         raise ValueError(f"{shard}::{path} is a link to {node.file.filename}: name that file")
     if isinstance(node, h5py.Dataset):
@@ -215,13 +213,7 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
     groups = dict.fromkeys(name for name in hard if isinstance(node.get(name), h5py.Group))
     inner = {name.removeprefix(_HIDDEN): node[name] for name in hard if _is_variable(node.get(name))}
     known = {name: _array_of(each, shard) if name in _PARTS else None for name, each in inner.items()}
-    attributes = attributes_of(node)
-    if {*_OF_10X} <= {*inner}:
-        attributes |= {"encoding-type": "10x", "shape": inner["shape"][...]}
-    if "h5sparse_format" in node.attrs:  # before version 0.7 of anndata
-        shape, kind = node.attrs["h5sparse_shape"], text(node.attrs["h5sparse_format"])
-        attributes |= {"encoding-type": f"{kind}_matrix", "shape": shape}
-    return {"": attributes, **groups, **known}
+    return {"": attributes_of(node), **groups, **known}
 
 
 def _is_variable(node: Any) -> bool:

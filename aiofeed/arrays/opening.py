@@ -50,9 +50,7 @@ class Opener:
         options: Arguments of ``obstore.store.from_url``.
     """
 
-    def __init__(
-        self, decode_cf: bool, scale: int, join: str | None, store: Any, options: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, decode_cf: bool, scale: int, join: str | None, store: Any, options: Any) -> None:
         self.categories: dict[str, list[str]] = {}
         self.columns: dict[str, list[str]] = {}
         # By array or matrix, while a field is opened.
@@ -83,9 +81,9 @@ class Opener:
                 part.scaling = scaling_of(part)
         if any(part in self._categories_of for part in parts):
             self.categories[field] = cells.place_categories(field, parts, [*map(self._categories_of.get, parts)])
-        names = [*map(self._columns_of.get, parts)]
-        if (columns := cells.place_columns(field, parts, names, self._join, chosen)) is not None:
-            self.columns[field] = columns
+        if any(part in self._columns_of for part in parts):
+            names = [*map(self._columns_of.get, parts)]
+            self.columns[field] = cells.place_columns(field, parts, names, self._join, chosen)
         self._categories_of, self._columns_of = {}, {}  # a source is pickled
         return parts
 
@@ -164,17 +162,17 @@ class Opener:
         kind = node.get("encoding-type")
         if "matrix" in node:  # of a whole file
             return await self._open(field, f"{str(given).removesuffix('::')}::{node['matrix']}")
-        if kind == "anndata":
-            return await child("X")
-        if kind == "nullable-string-array":
-            return await child("values")
+        if kind in (inner := {"anndata": "X", "nullable-string-array": "values"}):
+            return await child(inner[kind])
         if kind in ("nullable-integer", "nullable-boolean"):
             values, missing = [await read_all(await child(name)) for name in ("values", "mask")]
             return opened(cells.filled(values, missing), str(given))
-        if kind in ("csr_matrix", "csc_matrix", "10x"):
+        is_10x = {"barcodes", "indptr", "shape"} <= nodes.keys()
+        if is_10x or kind in ("csr_matrix", "csc_matrix"):
+            shape = (await read_all(nodes["shape"]))[::-1] if is_10x else node.get("shape", ())
             parts = [await child(name) for name in ("indptr", "data", "indices")]
-            found = await self._matrix(str(given), np.asarray(node.get("shape", ())).tolist(), kind, *parts)
-            if kind == "10x":
+            found = await self._matrix(str(given), np.asarray(shape).tolist(), kind == "csc_matrix", *parts)
+            if is_10x:
                 names = await child("gene_names" if "gene_names" in nodes else "features/name")
                 self._columns_of[found] = cells.unique_names(await _texts(names))
             return found
@@ -194,12 +192,10 @@ class Opener:
         inside = sorted(name for name in nodes if name and not name.startswith((".", "zarr.json")))
         raise ValueError(f"{given} is {f'a {kind}' if kind else 'a group'}: name an array in it; there are {inside}")
 
-    async def _matrix(self, name: str, shape: list[int], kind: str, starts: Any, values: Any, columns: Any) -> Any:
-        """Return a matrix of a file by its parts."""
-        by_column = kind == "csc_matrix"
+    async def _matrix(self, name: str, shape: Any, by_column: bool, starts: Any, values: Any, columns: Any) -> Any:
+        """Return a matrix of a file by its parts, which are those of rows or of columns."""
         try:
-            rows, width = shape[::-1] if kind == "10x" else shape
-            lines, across = (width, rows) if by_column else (rows, width)
+            lines, across = shape[::-1] if by_column else shape
             starts = (await read_all(starts)).astype(np.int64, casting="same_kind")
             fits = len(starts) == lines + 1 and not starts[0] and not (np.diff(starts) < 0).any() and across >= 0
             fits &= values.shape == columns.shape == (starts[-1],) and columns.dtype.kind in "iu"
@@ -209,10 +205,10 @@ class Opener:
             raise ValueError(f"{name}: its rows do not fit its values: it is damaged")
         columns.limit = across
         if not by_column:
-            return SparseMatrix(name, width, values, columns, starts)
+            return SparseMatrix(name, across, values, columns, starts)
         cells.check_memory(name, values, columns)
         read = [await read_all(each) for each in (columns, values)]
-        return await asyncio.to_thread(cells.rows_of_columns, name, width, rows, starts, *read)
+        return await asyncio.to_thread(cells.rows_of_columns, name, shape, starts, *read)
 
     async def _nodes(self, path: str) -> dict[str, Any]:
         """Return the array at a path, under the name ""; or the attributes of the group there, and what is in it."""
@@ -244,8 +240,8 @@ class Opener:
             return part
         if "anndata.BaseCompressedSparseDataset" in kinds:  # of a file that is opened
             group = given.group
-            is_zarr = "zarr.Group" in _kinds_of(group)
-            path = os.path.join(group.store.root, group.path) if is_zarr else f"{group.file.filename}::{group.name}"
+            is_hdf5 = "h5py.Group" in _kinds_of(group)
+            path = f"{group.file.filename}::{group.name}" if is_hdf5 else os.path.join(group.store.root, group.path)
             return await self._open(field, path)
         if {"scipy.spmatrix", "scipy.sparray"} & {*kinds}:
             rows = given.tocsr()
@@ -257,22 +253,17 @@ class Opener:
             self._categories_of[part] = codes.categories.tolist()
             return part
         if "pandas.Series" in kinds and (stored := getattr(given.dtype, "numpy_dtype", None)):
-            missing = given.isna().to_numpy()
-            given = values = given.to_numpy(
-                np.float64 if missing.any() else stored, na_value=np.nan if missing.any() else 0
-            )
-        if "pandas.Series" in kinds and getattr(given, "dtype", np.dtype(object)).kind == "O":
-            return given.tolist()
+            filled = cells.filled(given.to_numpy(stored, na_value=0), given.isna().to_numpy())
+            return opened(filled, str(given.name or kinds[0]))
         if {"xarray.DataArray", "xarray.Variable"} & {*kinds}:  # of lazy ones, data would read all
             values = (given if given.chunks else given[(slice(0),) * given.ndim]).data
         values = getattr(values, "_meta", values)  # what chunks of dask are
         is_plain = isinstance(values, np.ndarray | np.generic) and not isinstance(values, np.ma.MaskedArray)
         if not is_plain and not {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"} & {*kinds}:
-            known = "paths, URLs, arrays of zarr, h5py, xarray, dask and NumPy without masks, AnnData, sparse matrices"
-            known += " and columns of pandas"
-            hint = "pass its path, 'file.nc::x', or make it one of NumPy, as x.filled(...) does"
-            if {"pandas.DataFrame", "anndata.Dataset2D"} & {*kinds}:
-                hint = f"name a column of it, obs[{[*given.columns][:1]}]".replace("[[", "[").replace("]]", "]")
+            known = (
+                "paths, URLs, arrays of zarr, h5py, xarray, dask and NumPy without masks, AnnData and columns of pandas"
+            )
+            hint = "pass its path, 'file.nc::x', a column, obs[name], or make it one of NumPy, as x.filled(...) does"
             raise TypeError(f"Arrays takes {known}, not {_kinds_of(values)[0]}: {hint}")
         if "h5py.Dataset" in kinds:
             if given.file.driver != "sec2":  # in memory, for example
