@@ -164,9 +164,8 @@ class Arrays(GroupedSource):
         self._chosen, self._ranges, self._homes = dict[Any, Any](), dict[Any, range](), dict[Any, list[Any]]()
         self._coordinates: dict[Any, Any] = {}
         self._fields: dict[str, Field] = {}
-        opened = {
-            name: opener.open(name, given, axes[0], self._asked_of(name).get("var")) for name, given in arrays.items()
-        }
+        chosen = {name: self._asked_of(name).get("var") for name in arrays}
+        opened = {name: opener.open(name, given, axes[0], chosen[name]) for name, given in arrays.items()}
         opener.sort(opened, arrays, axes[0])
         for name, parts in opened.items():
             offsets = window.get(name) if isinstance(window, Mapping) else window
@@ -177,7 +176,7 @@ class Arrays(GroupedSource):
             self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
         self.columns: dict[str, list[str]] = opener.columns
-        self._chosen |= {(name, "var"): self.columns[name] for name in self.columns if "var" in self._asked_of(name)}
+        self._chosen |= {(name, "var"): names for name, names in self.columns.items() if chosen[name] is not None}
         named = [(name, *each) for name, field in self._fields.items() for each in enumerate(field.sources)]
         self._sources, self._field_of = [source for *_, source in named], [(name, at) for name, at, _ in named]
         counts = [MAPPED if self._fields[name].is_mapped else source.count for name, _, source in named]

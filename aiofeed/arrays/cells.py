@@ -94,7 +94,8 @@ def place_columns(
     names: list[Any] = [each for each in known if each is not None]
     if len(names) < len(parts) and (join or chosen is not None):
         raise ValueError(f"Arrays: {parts[known.index(None)].name} has no names of columns for join= or select=")
-    wanted, everywhere, anywhere = names[0], {*names[0]}.intersection(*names), set(itertools.chain(*names))
+    wanted: list[str] = names[0]
+    everywhere, anywhere = {*wanted}.intersection(*names), set(itertools.chain(*names))
     if other := [part for part, each in zip(parts, known, strict=True) if each not in (None, wanted)]:
         if join is None and chosen is None:
             hint = 'pass join="inner" or "outer", select={"var": names}, or write them alike, adata[:, names]'
@@ -121,10 +122,10 @@ def place_columns(
         if is_sparse:
             part.width, part.columns.places = len(wanted), to
         else:
-            rows, dtype = part.chunks[0], part.sample_dtype
-            same: Any = {"name": part.name, "dims": part.dims, "reader": part.reader, "metadata": part.metadata}
-            same.update(shape=(part.shape[0], len(wanted)), chunks=(rows, len(wanted)), dtype=dtype)
-            parts[number] = PlacedColumns(inner=part, to=to, **same)
+            shape, chunks = [(rows, len(wanted)) for rows in (part.shape[0], part.chunks[0])]
+            same = {name: getattr(part, name) for name in ("name", "dims", "reader", "metadata")}
+            sizes: Any = {"shape": shape, "chunks": chunks, "dtype": part.sample_dtype}
+            parts[number] = PlacedColumns(inner=part, to=to, **sizes, **same)
     return wanted
 
 

@@ -133,6 +133,11 @@ class ChunkedArray(ABC):
         return values if self.scaling is None else self.scaling.apply(values)
 
     @property
+    def changes(self) -> bool:
+        """Whether samples have other values than those that are stored."""
+        return self.scaling is not None or self.places is not None
+
+    @property
     def chunk_bytes(self) -> int:
         """Bytes of a decoded chunk."""
         return math.prod(self.chunks) * self.dtype.itemsize
@@ -155,7 +160,7 @@ class OpenedArray(ChunkedArray):
     def mapped_values(self) -> Any:
         """Return an array of NumPy."""
         self.mapped.check()
-        return self.array if isinstance(self.array, np.ndarray) and self.scaling is self.places is None else None
+        return self.array if isinstance(self.array, np.ndarray) and not self.changes else None
 
     def read_now(self, chunk: Chunk) -> Any:
         """Return a chunk."""

@@ -94,7 +94,7 @@ class HDF5Array(ChunkedArray):
     def mapped_values(self) -> Any:
         """Return all values of a contiguous data set in a file."""
         stored = [start + size <= self.shard.size for start, size, _ in self.table.tolist()] == [True]
-        fits = stored and self.local and self.scaling is self.places is None and self.written == self.shape
+        fits = stored and self.local and not self.changes and self.written == self.shape
         if self.numbers is not None or not fits:
             return None
         self.shard.read_now([])  # raises if the file has changed: to read behind its end would end the process
@@ -186,9 +186,8 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
     import h5py
 
     if not path:
-        whole = ["X"] if attributes_of(root).get("encoding-type") == "anndata" else []
-        whole += [name for name, node in root.items() if isinstance(node, h5py.Group) and "barcodes" in node]
-        if len(whole) == 1:
+        of_10x = [name for name, node in root.items() if isinstance(node, h5py.Group) and "barcodes" in node]
+        if len(whole := ["X"] if {"X", "obs", "var"} <= {*root} else of_10x) == 1:
             return {"": {"matrix": whole[0]}}
         arrays: list[str] = []
         root.visititems(lambda name, node: arrays.append(name.replace(_HIDDEN, "")) if _is_variable(node) else None)

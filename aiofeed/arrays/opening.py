@@ -75,8 +75,10 @@ class Opener:
         parts = run_blocking(lambda: self._open_all(field, several, axis))
         for part in parts:
             if isinstance(part, list) or isinstance(part, SparseMatrix) != isinstance(parts[0], SparseMatrix):
-                hint = 'write texts as categories, adata.obs[name].astype("category")'
-                raise ValueError(f"Arrays: {field!r} has texts, or matrices beside arrays, not tensors: {hint}")
+                hint = 'adata.obs[name].astype("category")'
+                raise ValueError(
+                    f"Arrays: {field!r} has matrices beside arrays, or texts, which need categories: {hint}"
+                )
             if self._decode_cf and isinstance(part, ChunkedArray):
                 part.scaling = scaling_of(part)
         if any(part in self._categories_of for part in parts):
@@ -137,8 +139,7 @@ class Opener:
 
         async def open_one(each: Any) -> Any:
             opened_one = await self._open(field, each)
-            path = getattr(opened_one, "name", "")
-            var = _MATRIX.sub(r"\1var", path)
+            var = _MATRIX.sub(r"\1var", path := getattr(opened_one, "name", ""))
             if var != path and axis != 1 and opened_one not in self._columns_of:
                 await self._name_columns(field, opened_one, var)
             progress.add()
@@ -245,24 +246,22 @@ class Opener:
             return await self._open(field, path)
         if {"scipy.spmatrix", "scipy.sparray"} & {*kinds}:
             rows = given.tocsr()
-            parts = [opened(each[: rows.indptr[-1]], kinds[0]) for each in (rows.data, rows.indices)]
-            parts[1].limit = rows.shape[1]
-            return SparseMatrix(kinds[0], rows.shape[1], *parts, rows.indptr.astype(np.int64))
-        if (codes := getattr(given, "cat", given if "pandas.Categorical" in kinds else None)) is not None:
+            data, columns = (opened(each[: rows.indptr[-1]], kinds[0]) for each in (rows.data, rows.indices))
+            columns.limit = rows.shape[1]
+            return SparseMatrix(kinds[0], rows.shape[1], data, columns, rows.indptr.astype(np.int64))
+        if "pandas.Categorical" in kinds or ("pandas.Series" in kinds and hasattr(given, "cat")):
+            codes = getattr(given, "cat", given)
             part = opened(np.asarray(codes.codes), str(getattr(given, "name", None) or kinds[0]))
             self._categories_of[part] = codes.categories.tolist()
             return part
         if "pandas.Series" in kinds and (stored := getattr(given.dtype, "numpy_dtype", None)):
-            filled = cells.filled(given.to_numpy(stored, na_value=0), given.isna().to_numpy())
-            return opened(filled, str(given.name or kinds[0]))
+            given = values = cells.filled(given.to_numpy(stored, na_value=0), given.isna().to_numpy())
         if {"xarray.DataArray", "xarray.Variable"} & {*kinds}:  # of lazy ones, data would read all
             values = (given if given.chunks else given[(slice(0),) * given.ndim]).data
         values = getattr(values, "_meta", values)  # what chunks of dask are
         is_plain = isinstance(values, np.ndarray | np.generic) and not isinstance(values, np.ma.MaskedArray)
         if not is_plain and not {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"} & {*kinds}:
-            known = (
-                "paths, URLs, arrays of zarr, h5py, xarray, dask and NumPy without masks, AnnData and columns of pandas"
-            )
+            known = "paths, URLs and arrays of zarr, h5py, xarray, dask, NumPy without masks and scipy, AnnData, columns of pandas"
             hint = "pass its path, 'file.nc::x', a column, obs[name], or make it one of NumPy, as x.filled(...) does"
             raise TypeError(f"Arrays takes {known}, not {_kinds_of(values)[0]}: {hint}")
         if "h5py.Dataset" in kinds:
