@@ -187,7 +187,7 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
 
     if not path:
         of_10x = [name for name, node in root.items() if isinstance(node, h5py.Group) and "barcodes" in node]
-        if len(whole := ["X"] if {"X", "obs", "var"} <= {*root} else of_10x) == 1:
+        if len(whole := ["X"] if {"X", "obs"} <= {*root} else of_10x) == 1:
             return {"": {"matrix": whole[0]}}
         arrays: list[str] = []
         root.visititems(lambda name, node: arrays.append(name.replace(_HIDDEN, "")) if _is_variable(node) else None)
