@@ -133,11 +133,6 @@ class ChunkedArray(ABC):
         return values if self.scaling is None else self.scaling.apply(values)
 
     @property
-    def changes(self) -> bool:
-        """Whether samples have other values than those that are stored."""
-        return self.scaling is not None or self.places is not None
-
-    @property
     def chunk_bytes(self) -> int:
         """Bytes of a decoded chunk."""
         return math.prod(self.chunks) * self.dtype.itemsize
@@ -145,9 +140,7 @@ class ChunkedArray(ABC):
     @property
     def sample_dtype(self) -> np.dtype[Any]:
         """The dtype of samples."""
-        if self.places is not None:
-            return self.places.dtype
-        return (self.dtype if self.scaling is None else self.scaling.dtype).newbyteorder("=")
+        return (self.places if self.places is not None else self.scaling or self).dtype.newbyteorder("=")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -160,7 +153,9 @@ class OpenedArray(ChunkedArray):
     def mapped_values(self) -> Any:
         """Return an array of NumPy."""
         self.mapped.check()
-        return self.array if isinstance(self.array, np.ndarray) and not self.changes else None
+        return (
+            self.array if isinstance(self.array, np.ndarray) and self.scaling is None and self.places is None else None
+        )
 
     def read_now(self, chunk: Chunk) -> Any:
         """Return a chunk."""

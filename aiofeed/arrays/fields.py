@@ -332,9 +332,8 @@ class SparseField:
         self._offset, self._count = selection.offsets[0], len(selection.offsets)
         self.is_dense: bool = dense
         self._width = parts[0].width
-        places = [part.columns.places for part in parts if part.columns.places is not None]
-        self._places = len(places) > 0
-        self._unordered = any((np.diff(each[each < self._width]) < 0).any() for each in places)
+        self._places = [part.columns.places for part in parts if part.columns.places is not None]
+        self._unordered = any((np.diff(each[each < self._width]) < 0).any() for each in self._places)
         if other := next((part for part in parts if part.width != self._width), None):
             raise ValueError(f"{other.name} has {other.width} columns, and {parts[0].name} {self._width}")
         ends = np.cumsum([part.values.shape[0] for part in parts])

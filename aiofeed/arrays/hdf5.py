@@ -94,8 +94,8 @@ class HDF5Array(ChunkedArray):
     def mapped_values(self) -> Any:
         """Return all values of a contiguous data set in a file."""
         stored = [start + size <= self.shard.size for start, size, _ in self.table.tolist()] == [True]
-        fits = stored and self.local and not self.changes and self.written == self.shape
-        if self.numbers is not None or not fits:
+        fits = stored and self.local and self.written == self.shape and self.numbers is None
+        if not fits or self.scaling is not None or self.places is not None:
             return None
         self.shard.read_now([])  # raises if the file has changed: to read behind its end would end the process
         return np.memmap(self.shard.key, self.dtype, "r", int(self.table[0, 0]), self.shape)

@@ -261,7 +261,7 @@ class Opener:
         values = getattr(values, "_meta", values)  # what chunks of dask are
         is_plain = isinstance(values, np.ndarray | np.generic) and not isinstance(values, np.ma.MaskedArray)
         if not is_plain and not {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"} & {*kinds}:
-            known = "paths, URLs and arrays of zarr, h5py, xarray, dask, NumPy without masks and scipy, AnnData, columns of pandas"
+            known = "paths, URLs and arrays of zarr, h5py, xarray, dask, scipy, AnnData, pandas and NumPy without masks"
             hint = "pass its path, 'file.nc::x', a column, obs[name], or make it one of NumPy, as x.filled(...) does"
             raise TypeError(f"Arrays takes {known}, not {_kinds_of(values)[0]}: {hint}")
         if "h5py.Dataset" in kinds:
