@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aiofeed.arrays.cells import SparseMatrix
 from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Needs, Scaling, equal_steps, places_of
 from aiofeed.arrays.fields import MAPPED, DenseField, Field, ReadChunk, Selection, SparseField, Starts
 from aiofeed.arrays.layout import SampleLayout, shards_of
-from aiofeed.arrays.opening import Opener, SparseMatrix
+from aiofeed.arrays.opening import Opener
 from aiofeed.arrays.statistics import statistics_of_values
 from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Gathered, Traits, public
-from aiofeed.kernel.core.validation import counted
+from aiofeed.kernel.core.validation import counted, explain_arguments
 from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool
 from aiofeed.kernel.runtime.tensors import as_tensors
 from aiofeed.kernel.sampling.order import mix64, sample_seed
@@ -49,6 +50,10 @@ TOGETHER = 32
 
 
 @public
+@explain_arguments(
+    dict.fromkeys(("target", "obs", "obs_keys"), 'targets are fields of the dict, "y": "cells.h5ad::obs/cell_type"')
+    | dict.fromkeys(("genes", "var", "var_names"), 'pass select={"var": names}, or join="inner" or "outer"')
+)
 class Arrays(GroupedSource):
     """Samples are positions along axes of chunked arrays, with windows around them; batches are dicts of tensors.
 
@@ -71,7 +76,8 @@ class Arrays(GroupedSource):
         arrays: By the name of a field, an array: a path or URL of a Zarr array, ``"era5.zarr/t2m"``, or of a data set,
             ``"era5.nc::t2m"``; braces, a glob or a list of these, joined along the first axis of ``sample``; or an
             array of zarr, h5py, xarray, dask or NumPy without a mask. Sparse rows, ``"cells.h5ad::X"``, and columns of
-            categories, ``"cells.h5ad::obs/cell_type"``, are in the layout of AnnData.
+            categories, ``"cells.h5ad::obs/cell_type"``, are in the layout of AnnData or, ``"matrix.h5"``, of Cell
+            Ranger; or an ``AnnData``, a matrix of scipy or a column of pandas.
         sample: The axis whose positions are the samples, by its name or number; or several. An array that lacks a named
             axis is the same for all positions. ``()``: each array of a list, a glob or a plate is an image, the
             positions are those of the axis ``"image"``, and an array beside lists has a row for each image.
@@ -90,12 +96,16 @@ class Arrays(GroupedSource):
         pad: The value beyond an array. Default: samples that reach beyond are left out.
         scale: Of images of OME-Zarr, ``"plate.zarr"``, the number of the scale: 0 is the largest.
         decode_cf: Whether scale, offset and fill values of the CF conventions are applied, as xarray does.
+        join: Of joined matrices with columns of other names (``var`` of AnnData): whether columns that some lack are
+            left out, ``"inner"``, or zeros there, ``"outer"``, as in ``anndata.concat``. Default: an error. Columns
+            are chosen by ``select={"var": names}``.
         sparse: Whether rows of matrices are ``"dense"`` or, in ``torch.sparse_csr`` batches, ``"csr"``.
         store: An obstore store that reads the URLs.
         options: Arguments of ``obstore.store.from_url``.
 
     Attributes:
-        categories: By field, the names of its categories.
+        categories: By field, the names of its categories; of joined ones, their union.
+        columns: By field, the names of the columns of its matrix.
 
     Raises:
         ImportError: zarr, h5py, numcodecs or imagecodecs is not installed.
@@ -124,18 +134,21 @@ class Arrays(GroupedSource):
         pad: float | None = None,
         scale: int = 0,
         decode_cf: bool = True,
+        join: str | None = None,
         sparse: str = "dense",
         store: Any = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(arrays, Mapping) or not arrays:
-            raise TypeError(f'Arrays takes a dict of arrays, {{"x": "era5.zarr/t2m"}}, got {type(arrays).__name__}')
-        for argument, value, known in (("sparse", sparse, ("dense", "csr")), ("stride", stride, ("random",))):
+            example = '{"x": "era5.zarr/t2m"} or {"x": adata}'
+            raise TypeError(f"Arrays takes a dict of arrays, {example}, got {type(arrays).__name__}")
+        texts = {"sparse": (sparse, "dense", "csr"), "stride": (stride, "random"), "join": (join, "inner", "outer")}
+        for argument, (value, *known) in texts.items():
             if isinstance(value, str) and value not in known:
                 raise ValueError(f"Arrays({argument}=) knows {' and '.join(map(repr, known))}, got {value!r}")
         if isinstance(window, Mapping) and (unknown := [name for name in window if name not in arrays]):
             raise ValueError(f"Arrays(window=) names {unknown}, and the fields are {list(arrays)}")
-        self._opener = opener = Opener(decode_cf, scale, store, options)
+        self._opener = opener = Opener(decode_cf, scale, join, store, options)
         axes: list[Any] = [sample] if isinstance(sample, str | int) else list(sample) or [IMAGE]
         # By axis: all offsets; the size of a tile; the length. And the names of axes, for messages.
         self._windows = {axis: [0] for axis in axes}
@@ -159,7 +172,8 @@ class Arrays(GroupedSource):
         self._chosen, self._ranges, self._homes = dict[Any, Any](), dict[Any, range](), dict[Any, list[Any]]()
         self._coordinates: dict[Any, Any] = {}
         self._fields: dict[str, Field] = {}
-        opened = {name: opener.open(name, given, axes[0]) for name, given in arrays.items()}
+        chosen = {name: self._asked_of(name).get("var") for name in arrays}
+        opened = {name: opener.open(name, given, axes[0], chosen[name]) for name, given in arrays.items()}
         opener.sort(opened, arrays, axes[0])
         self._images: int = max(map(len, opened.values())) * is_images
         if self._images == 1 and not tile:
@@ -172,6 +186,8 @@ class Arrays(GroupedSource):
             make = self._rows_of if is_matrix else self._windows_of
             self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
+        self.columns: dict[str, list[str]] = opener.columns
+        self._chosen |= {(name, "var"): names for name, names in self.columns.items() if chosen[name] is not None}
         named = [(name, *each) for name, field in self._fields.items() for each in enumerate(field.sources)]
         self._sources, self._field_of = [source for *_, source in named], [(name, at) for name, at, _ in named]
         counts = [MAPPED if self._fields[name].is_mapped else source.count for name, _, source in named]
@@ -179,6 +195,7 @@ class Arrays(GroupedSource):
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         self._selection += repr((self._chosen, within)) if select or within is not None else ""
         self._selection += repr(repeats) if repeats > 1 else ""
+        self._selection += hashlib.sha256(repr((join, self.columns)).encode()).hexdigest() if join else ""
         found = {axis for _, axis in self._chosen}
         for key, given in (select or {}).items():
             if key not in found and not (isinstance(given, Mapping) and key in arrays and given.keys() <= found):
@@ -191,6 +208,11 @@ class Arrays(GroupedSource):
         self.shards_per_read: int = max(1, min(TOGETHER, TOGETHER_BYTES // max(chunk_bytes, 1)))
 
     # --- the layout of samples
+
+    def _asked_of(self, field: str) -> dict[Any, Any]:
+        """Return what ``select=`` has for a field, by axis, and for other fields and axes."""
+        own = self._asked.get(field)
+        return {**self._asked, **(own if isinstance(own, Mapping) else {})}
 
     def _rows_of(self, name: str, parts: Any, offsets: Any, dense: Any) -> SparseField:
         axis = next(iter(self._windows))
@@ -248,8 +270,7 @@ class Arrays(GroupedSource):
 
     def _choose(self, name: str, parts: Any, number: int, size: int) -> Any:
         """Return the places of an axis that ``select=`` has, if any."""
-        own = self._asked.get(name)
-        asked = {**self._asked, **(own if isinstance(own, Mapping) else {})}
+        asked = self._asked_of(name)
         for axis in filter(asked.__contains__, (number, (parts[0].dims or {number: number})[number])):
             found = self._opener.coordinate(parts, axis) if isinstance(axis, str) else None
             values, what = found and np.concatenate(found), f"Arrays(select=): {parts[0].name} along {axis!r}"

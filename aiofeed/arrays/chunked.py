@@ -54,6 +54,7 @@ class ChunkedArray(ABC):
         attributes: What is known about it.
         scaling: How values are unpacked.
         limit: The columns of the matrix whose columns of values these are.
+        places: By number of a column or category, its number in the joined ones.
         coordinates: By axis, its coordinate: the path, or its values.
     """
 
@@ -66,6 +67,7 @@ class ChunkedArray(ABC):
     attributes: Mapping[str, Any] = field(default_factory=dict)
     scaling: Scaling | None = None
     limit: int | None = None
+    places: NDArray[Any] | None = None
     coordinates: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
     """Its well and field in a plate."""
@@ -129,6 +131,7 @@ class ChunkedArray(ABC):
     def _finish(self, values: Any) -> Any:
         if self.limit is not None and values.size and not 0 <= values.min() <= values.max() < self.limit:
             raise ValueError(f"it has columns beyond the {self.limit} of the matrix")
+        values = values if self.places is None else self.places[values]
         return values if self.scaling is None else self.scaling.apply(values)
 
     @property
@@ -139,7 +142,7 @@ class ChunkedArray(ABC):
     @property
     def sample_dtype(self) -> np.dtype[Any]:
         """The dtype of samples."""
-        return (self.dtype if self.scaling is None else self.scaling.dtype).newbyteorder("=")
+        return (self.places if self.places is not None else self.scaling or self).dtype.newbyteorder("=")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -152,7 +155,9 @@ class OpenedArray(ChunkedArray):
     def mapped_values(self) -> Any:
         """Return an array of NumPy."""
         self.mapped.check()
-        return self.array if isinstance(self.array, np.ndarray) and self.scaling is None else None
+        return (
+            self.array if isinstance(self.array, np.ndarray) and self.scaling is None and self.places is None else None
+        )
 
     def read_now(self, chunk: Chunk) -> Any:
         """Return a chunk."""
@@ -366,7 +371,8 @@ class Joined:
         self.first: ChunkedArray = parts[0]
         self.dtype: np.dtype[Any] = self.first.sample_dtype
         if not is_plain(self.dtype):
-            raise ValueError(f"{self.first.name} has the dtype {self.first.dtype}, of which torch has no tensors")
+            hint = 'of texts, pass categories, adata.obs[name].astype("category")'
+            raise ValueError(f"{self.first.name} has the dtype {self.dtype}, of which torch has no tensors; {hint}")
         any_size = {each - self.stacked for each in (axis, *free)}
         wanted = _layout(self.first, any_size)
         for part in parts:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from aiofeed.arrays.cells import SparseMatrix
 from aiofeed.arrays.chunked import Chunk, ChunkedArray, Joined, Needs, expand, grid_of
-from aiofeed.arrays.opening import SparseMatrix
 from aiofeed.kernel.core.types import DeferredTensor, HostTensor
 from aiofeed.kernel.runtime.buffers import BufferLease, array
 
@@ -338,8 +338,8 @@ class SparseField:
         self._offset, self._count = selection.offsets[0], len(selection.offsets)
         self.is_dense: bool = dense
         self._width = parts[0].width
-        for part in parts:
-            part.columns.limit = self._width
+        self._places = [part.columns.places for part in parts if part.columns.places is not None]
+        self._unordered = any((np.diff(each[each < self._width]) < 0).any() for each in self._places)
         if other := next((part for part in parts if part.width != self._width), None):
             raise ValueError(f"{other.name} has {other.width} columns, and {parts[0].name} {self._width}")
         ends = np.cumsum([part.values.shape[0] for part in parts])
@@ -385,8 +385,18 @@ class SparseField:
             for at, stop, first, last in zip(*map(np.ndarray.tolist, bounds), strict=True):
                 out[first:last] = values[at:stop]
 
-    def _dense_rows(self, state: Any, out: NDArray[Any]) -> NDArray[Any]:
+    def _entries(self, state: Any) -> Any:
+        """Return values, their columns, and how many each row has, without columns that are left out."""
         (values, columns), _, _, lengths, _ = state
+        if not self._places:
+            return values, columns, lengths
+        kept, rows = np.flatnonzero(columns < self._width), expand(lengths)[0]
+        if self._unordered and not self.is_dense:  # torch wants columns in their order
+            kept = kept[np.argsort(rows[kept] * self._width + columns[kept], kind="stable")]
+        return values[kept], columns[kept], np.bincount(rows[kept], minlength=len(lengths))
+
+    def _dense_rows(self, state: Any, out: NDArray[Any]) -> NDArray[Any]:
+        values, columns, lengths = self._entries(state)
         out[...] = 0
         # What occurs twice is added, as by scipy. At numbers, numpy adds as fast as it assigns.
         np.add.at(out.reshape(-1), expand(lengths)[0] * self._width + columns, values)
@@ -394,18 +404,18 @@ class SparseField:
 
     def samples(self, state: Any) -> Any:
         """Return the samples of a batch: rows, or the columns that have values, and these."""
-        (values, columns), begin, end, lengths, _ = state
         if self.is_dense:
-            return self._dense_rows(state, np.empty((len(lengths), self._width), values.dtype))
-        cuts = np.cumsum(end - begin)[:-1]
+            return self._dense_rows(state, np.empty((len(state[3]), self._width), self.sources[0].dtype))
+        values, columns, lengths = self._entries(state)
+        cuts = np.cumsum(lengths)[:-1]
         return list(zip(np.split(columns, cuts), np.split(values, cuts), strict=True))
 
     def batch(self, state: Any, lease: BufferLease) -> Any:
         """Return the tensor of a batch."""
-        (values, columns), begin, end, lengths, _ = state
         if not self.is_dense:
-            return SparseRows(np.cumsum(end - begin), columns, values, self._width)
-        out = array(lease, (len(lengths), self._width), values.dtype)
+            values, columns, lengths = self._entries(state)
+            return SparseRows(np.cumsum(lengths), columns, values, self._width)
+        out = array(lease, (len(state[3]), self._width), self.sources[0].dtype)
         return HostTensor(self._dense_rows(state, out), pinned=lease.pinned)
 
     def collate(self, samples: Sequence[Any]) -> Any:

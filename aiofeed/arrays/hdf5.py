@@ -45,7 +45,7 @@ _COMPRESSORS: dict[int, Callable[[Any, int], Any]] = {
 _PACKED = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
 _ATTRIBUTES = (*_PACKED, "encoding-type", "shape", "_index")
 # Of groups in the layout of AnnData, these arrays are described.
-_PARTS = ("data", "indices", "indptr", "codes", "categories", "values", "_index")
+_PARTS = ("data", "indices", "indptr", "codes", "categories", "values", "mask", "shape", "_index")
 # How NetCDF names a variable that has the name of a dimension but not its axis, and what a dimension without one says.
 _HIDDEN = "_nc4_non_coord_"
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
@@ -94,8 +94,8 @@ class HDF5Array(ChunkedArray):
     def mapped_values(self) -> Any:
         """Return all values of a contiguous data set in a file."""
         stored = [start + size <= self.shard.size for start, size, _ in self.table.tolist()] == [True]
-        fits = stored and self.local and self.scaling is None and self.written == self.shape
-        if self.numbers is not None or not fits:
+        fits = stored and self.local and self.written == self.shape and self.numbers is None
+        if not fits or self.scaling is not None or self.places is not None:
             return None
         self.shard.read_now([])  # raises if the file has changed: to read behind its end would end the process
         return np.memmap(self.shard.key, self.dtype, "r", int(self.table[0, 0]), self.shape)
@@ -186,6 +186,9 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
     import h5py
 
     if not path:
+        of_10x = [name for name, node in root.items() if isinstance(node, h5py.Group) and "barcodes" in node]
+        if len(whole := ["X"] if {"X", "obs"} <= {*root} else of_10x) == 1:
+            return {"": {"matrix::": whole[0]}}
         arrays: list[str] = []
         root.visititems(lambda name, node: arrays.append(name.replace(_HIDDEN, "")) if _is_variable(node) else None)
         if len(arrays) != 1:
@@ -193,17 +196,23 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
         [path] = arrays
     folder, slash, name = path.rpartition("/")
     if (node := root.get(f"{folder}{slash}{_HIDDEN}{name}", root.get(path))) is None:
-        raise ValueError(f"{shard}: there is no {path!r} in it; there are {sorted(root)}")
+        near = root.get(folder or "/")
+        inside = near if isinstance(near, h5py.Group) else root
+        raise ValueError(f"{shard}: there is no {path!r} in it; there are {sorted(inside)}")
     if node.file.filename != root.filename:
         raise ValueError(f"{shard}::{path} is a link to {node.file.filename}: name that file")
     if isinstance(node, h5py.Dataset):
         if not _is_variable(node):
             raise ValueError(f"{shard}::{path} is a dimension of NetCDF, which has a length and no values")
-        return {"": _array_of(node, shard)}
+        found = _array_of(node, shard)
+        if isinstance(names := node.attrs.get("categories"), h5py.Reference):  # before version 0.8 of anndata
+            return {"": {"encoding-type": "categorical"}, "codes": found, "categories": _array_of(root[names], shard)}
+        return {"": found}
     hard = [name for name in node if isinstance(node.get(name, getlink=True), h5py.HardLink)]
+    groups = dict.fromkeys(name for name in hard if isinstance(node.get(name), h5py.Group))
     inner = {name.removeprefix(_HIDDEN): node[name] for name in hard if _is_variable(node.get(name))}
     known = {name: _array_of(each, shard) if name in _PARTS else None for name, each in inner.items()}
-    return {"": attributes_of(node), **known}
+    return {"": attributes_of(node), **groups, **known}
 
 
 def _is_variable(node: Any) -> bool:

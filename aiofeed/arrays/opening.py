@@ -8,12 +8,13 @@ import glob
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.arrays import cells
+from aiofeed.arrays.cells import SparseMatrix
 from aiofeed.arrays.chunked import ChunkedArray, opened, scaling_of, text, times
 from aiofeed.arrays.hdf5 import attributes_of, open_hdf5
 from aiofeed.arrays.zarr_files import described, open_zarr
@@ -38,36 +39,30 @@ HDF5_FILES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4", ".h5ad", ".h5mu", "
 _MATRIX = re.compile(r"(/|::)(?:X|layers/[^/]+)$")
 
 
-@dataclass(eq=False)
-class SparseMatrix:
-    """A CSR matrix: values, their columns, and where each row begins in these."""
-
-    name: str
-    width: int
-    values: ChunkedArray
-    columns: ChunkedArray
-    starts: NDArray[np.int64]
-
-
 class Opener:
     """Opens arrays.
 
     Args:
         decode_cf: Whether packed values are unpacked.
         scale: The number of the scale of an image of OME-Zarr.
+        join: How columns of other names are joined.
         store: An obstore store in place of those of the URLs.
         options: Arguments of ``obstore.store.from_url``.
     """
 
-    def __init__(self, decode_cf: bool, scale: int, store: Any, options: Mapping[str, Any] | None) -> None:
+    def __init__(self, decode_cf: bool, scale: int, join: str | None, store: Any, options: Any) -> None:
         self.categories: dict[str, list[str]] = {}
-        self._columns: dict[str, list[str]] = {}
-        self._decode_cf, self._scale = decode_cf, scale
+        self.columns: dict[str, list[str]] = {}
+        # By array or matrix, while a field is opened.
+        self._categories_of, self._columns_of = dict[Any, list[str]](), dict[Any, list[str]]()
+        self._decode_cf, self._scale, self._join = decode_cf, scale, join
         self._storage: dict[str, Any] = {"store": store, "options": options}
         self._finder = ShardFinder(store, options)
 
-    def open(self, field: str, given: Any, axis: Any) -> list[Any]:
+    def open(self, field: str, given: Any, axis: Any, chosen: Any = None) -> list[Any]:
         """Return the parts of a field, which are joined along an axis: arrays, matrices, or columns of categories.
+
+        Of matrices whose columns have names, those that are chosen.
 
         Raises:
             TypeError: It is no array.
@@ -80,9 +75,18 @@ class Opener:
         parts = run_blocking(lambda: self._open_all(field, several, axis))
         for part in parts:
             if isinstance(part, list) or isinstance(part, SparseMatrix) != isinstance(parts[0], SparseMatrix):
-                raise ValueError(f"Arrays: {field!r} has texts, or matrices beside arrays: torch has no such tensors")
+                hint = 'adata.obs[name].astype("category")'
+                raise ValueError(
+                    f"Arrays: {field!r} has matrices beside arrays, or texts, which need categories: {hint}"
+                )
             if self._decode_cf and isinstance(part, ChunkedArray):
                 part.scaling = scaling_of(part)
+        if any(part in self._categories_of for part in parts):
+            self.categories[field] = cells.place_categories(field, parts, [*map(self._categories_of.get, parts)])
+        if any(part in self._columns_of for part in parts):
+            names = [*map(self._columns_of.get, parts)]
+            self.columns[field] = cells.place_columns(field, parts, names, self._join, chosen)
+        self._categories_of, self._columns_of = {}, {}  # a source is pickled
         return parts
 
     def coordinate(self, parts: Sequence[Any], axis: Any) -> list[NDArray[Any]] | None:
@@ -135,9 +139,9 @@ class Opener:
 
         async def open_one(each: Any) -> Any:
             opened_one = await self._open(field, each)
-            path = os.fspath(each).rstrip("/") if _is_path(each) else getattr(opened_one, "name", "")
-            if total > 1 and axis != 1 and (var := _MATRIX.sub(r"\1var", path)) != path:
-                await self._check_columns(field, path, var)
+            var = _MATRIX.sub(r"\1var", path := getattr(opened_one, "name", ""))
+            if var != path and axis != 1 and opened_one not in self._columns_of:
+                await self._name_columns(field, opened_one, var)
             progress.add()
             return opened_one
 
@@ -159,25 +163,26 @@ class Opener:
             return await self._open(field, f"{str(given).rstrip('/')}/{name}") if known is None else known
 
         kind = node.get("encoding-type")
-        if kind == "nullable-string-array":
-            return await child("values")
-        if kind == "csr_matrix":
-            starts, values, columns = [await child(name) for name in ("indptr", "data", "indices")]
-            try:
-                rows, width = np.asarray(node["shape"]).tolist()
-                starts = (await read_all(starts)).astype(np.int64, casting="same_kind")
-                fits = len(starts) == rows + 1 and not starts[0] and not (np.diff(starts) < 0).any() and width >= 0
-                fits &= values.shape == columns.shape == (starts[-1],) and columns.dtype.kind in "iu"
-            except (KeyError, TypeError, ValueError):
-                fits = False
-            if not fits:
-                raise ValueError(f"{given}: its rows do not fit its values: it is damaged")
-            return SparseMatrix(str(given), width, values, columns, starts)
+        if "matrix::" in node:  # of a whole file
+            return await self._open(field, f"{str(given).removesuffix('::')}::{node['matrix::']}")
+        if kind in (inner := {"anndata": "X", "nullable-string-array": "values"}):
+            return await child(inner[kind])
+        if kind in ("nullable-integer", "nullable-boolean"):
+            values, missing = [await read_all(await child(name)) for name in ("values", "mask")]
+            return opened(cells.filled(values, missing), str(given))
+        is_10x = {"barcodes", "indptr", "shape"} <= nodes.keys()
+        if is_10x or kind in ("csr_matrix", "csc_matrix"):
+            shape = (await read_all(nodes["shape"]))[::-1] if is_10x else node.get("shape", ())
+            parts = [await child(name) for name in ("indptr", "data", "indices")]
+            found = await self._matrix(str(given), np.asarray(shape).tolist(), kind == "csc_matrix", *parts)
+            if is_10x:
+                names = await child("gene_names" if "gene_names" in nodes else "features/name")
+                self._columns_of[found] = cells.unique_names(await _texts(names))
+            return found
         if kind == "categorical":
-            names = await _texts(await child("categories"))
-            if self.categories.setdefault(field, names) != names:
-                raise ValueError(f"{given} has other categories than other parts of {field!r}")
-            return await child("codes")
+            names, codes = await _texts(await child("categories")), await child("codes")
+            self._categories_of[codes] = names
+            return codes
         image = node.get("ome", node)
         if groups := {"plate", "well"} & image.keys():
             return await self._images(given, image, child, *groups)
@@ -191,8 +196,25 @@ class Opener:
             found.dims = found.dims or dims
             return found
         inside = sorted(name for name in nodes if name and not name.startswith((".", "zarr.json")))
-        hint = "write X.tocsr()" if kind == "csc_matrix" else f"name an array in it; there are {inside}"
-        raise ValueError(f"{given} is {f'a {kind}' if kind else 'a group'}: {hint}")
+        raise ValueError(f"{given} is {f'a {kind}' if kind else 'a group'}: name an array in it; there are {inside}")
+
+    async def _matrix(self, name: str, shape: Any, by_column: bool, starts: Any, values: Any, columns: Any) -> Any:
+        """Return a matrix of a file by its parts, which are those of rows or of columns."""
+        try:
+            lines, across = shape[::-1] if by_column else shape
+            starts = (await read_all(starts)).astype(np.int64, casting="same_kind")
+            fits = len(starts) == lines + 1 and not starts[0] and not (np.diff(starts) < 0).any() and across >= 0
+            fits &= values.shape == columns.shape == (starts[-1],) and columns.dtype.kind in "iu"
+        except (KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise ValueError(f"{name}: its rows do not fit its values: it is damaged")
+        columns.limit = across
+        if not by_column:
+            return SparseMatrix(name, across, values, columns, starts)
+        cells.check_memory(name, values, columns)
+        read = [await read_all(each) for each in (columns, values)]
+        return await asyncio.to_thread(cells.rows_of_columns, name, shape, starts, *read)
 
     async def _images(self, given: Any, attributes: Any, child: Any, kind: str) -> tuple[Any, ...]:
         """Return the images of a plate or a well, in the order of its metadata."""
@@ -220,29 +242,47 @@ class Opener:
         is_folder = isinstance(nodes[""], dict) and await asyncio.to_thread(os.path.isdir, file)
         return {**dict.fromkeys(await asyncio.to_thread(os.listdir, file) if is_folder else ()), **nodes}
 
-    async def _check_columns(self, field: str, path: str, var: str) -> None:
-        """Compare the names of the columns of a matrix in the layout of AnnData with those of other parts."""
+    async def _name_columns(self, field: str, part: Any, var: str) -> None:
+        """Find the names of the columns of a matrix in the layout of AnnData."""
         try:
             nodes = await self._nodes(var)
             index = nodes[""]["_index"]
         except (FileNotFoundError, KeyError, TypeError, ValueError):
             return  # the columns have no names
         names = await _texts(nodes.get(index) or await self._open(field, f"{var}/{index}"))
-        if self._columns.setdefault(field, names) != names:
-            hint = (
-                f"in another order than other parts of {field!r}: write the files with the same ones, adata[:, names]"
-            )
-            raise ValueError(f"{path} has columns of other names, by {var}, or {hint}")
+        if [len(names)] == ([part.width] if isinstance(part, SparseMatrix) else [*part.shape[1:]]):
+            self._columns_of[part] = names
 
     async def _adopt(self, field: str, given: Any) -> Any:
         values, kinds = given, _kinds_of(given)
+        if {"anndata.AnnData", "anndata.Raw"} & {*kinds}:
+            part = await self._adopt(field, given.X)
+            self._columns_of[part] = [*map(str, given.var_names)]
+            return part
+        if "anndata.BaseCompressedSparseDataset" in kinds:  # of a file that is opened
+            group = given.group
+            is_hdf5 = "h5py.Group" in _kinds_of(group)
+            path = f"{group.file.filename}::{group.name}" if is_hdf5 else os.path.join(group.store.root, group.path)
+            return await self._open(field, path)
+        if {"scipy.spmatrix", "scipy.sparray"} & {*kinds}:
+            rows = given.tocsr()
+            data, columns = (opened(each[: rows.indptr[-1]], kinds[0]) for each in (rows.data, rows.indices))
+            columns.limit = rows.shape[1]
+            return SparseMatrix(kinds[0], rows.shape[1], data, columns, rows.indptr.astype(np.int64))
+        if "pandas.Categorical" in kinds or ("pandas.Series" in kinds and hasattr(given, "cat")):
+            codes = getattr(given, "cat", given)
+            part = opened(np.asarray(codes.codes), str(getattr(given, "name", None) or kinds[0]))
+            self._categories_of[part] = codes.categories.tolist()
+            return part
+        if "pandas.Series" in kinds and (stored := getattr(given.dtype, "numpy_dtype", None)):
+            given = values = cells.filled(given.to_numpy(stored, na_value=0), given.isna().to_numpy())
         if {"xarray.DataArray", "xarray.Variable"} & {*kinds}:  # of lazy ones, data would read all
             values = (given if given.chunks else given[(slice(0),) * given.ndim]).data
         values = getattr(values, "_meta", values)  # what chunks of dask are
         is_plain = isinstance(values, np.ndarray | np.generic) and not isinstance(values, np.ma.MaskedArray)
         if not is_plain and not {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"} & {*kinds}:
-            known = "paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks"
-            hint = "pass its path, 'file.nc::x', or make it one of NumPy, as x.filled(...) does"
+            known = "paths, URLs and arrays of zarr, h5py, xarray, dask, scipy, AnnData, pandas and NumPy without masks"
+            hint = "pass its path, 'file.nc::x', a column, obs[name], or make it one of NumPy, as x.filled(...) does"
             raise TypeError(f"Arrays takes {known}, not {_kinds_of(values)[0]}: {hint}")
         if "h5py.Dataset" in kinds:
             if given.file.driver != "sec2":  # in memory, for example

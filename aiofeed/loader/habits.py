@@ -139,6 +139,8 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "StatefulDataLoader": "aiofeed.DataLoader has state_dict() and load_state_dict()",
         "StreamingDataset TFRecordDataset": "aiofeed.MDSShards, LitDataShards and TFRecordShards read shards",
         "ShardWriter MDSWriter optimize": "aiofeed reads shards that other packages write",
+        "AnnLoader AnnDataset AnnDataLoader AnnCollection AnnData read_h5ad read_10x_h5 "
+        "Collection": "aiofeed.Arrays({'x': 'cells.h5ad', 'y': 'cells.h5ad::obs/cell_type'}) reads cells",
         "TokensLoader": "aiofeed.Tokens reads files of tokens",
         "set_epoch stats epochs": "see feeder.set_epoch(n), feeder.statistics(), feeder.epochs(n)",
         "num_workers AUTOTUNE ReadOptions MultiprocessingOptions get_worker_info seed set_seed "

@@ -324,6 +324,33 @@ def _netcdf(folder: Path, _: Any) -> aiofeed.Arrays:
     return aiofeed.Arrays({"x": f"{folder}/rows.nc::x"}, sample="time")
 
 
+def _cells(folder: Path, _: Any) -> aiofeed.Arrays:
+    """The first rows are in compressed columns of another order, the last ones in a file of Cell Ranger."""
+    import h5py
+
+    def compressed(group: Any, values: Any, names: Any) -> None:
+        lines, across = values.nonzero()
+        group["data"], group["indices"], group["indptr"] = (
+            values[lines, across],
+            across,
+            np.searchsorted(lines, range(len(values) + 1)),
+        )
+        group.create_dataset(names, data=[f"gene {at}" for at in range(WIDTH)][:: -1 if "var" in names else 1])
+
+    cut = N // 2
+    with h5py.File(folder / "a.h5ad", "w") as file:
+        file.create_group("var").attrs["_index"] = "name"
+        file.create_group("X").attrs.update({"encoding-type": "csc_matrix", "shape": (cut, WIDTH)})
+        compressed(file["X"], X[:cut, ::-1].T, "/var/name")
+    with h5py.File(folder / "b.h5", "w") as file:
+        group = file.create_group("matrix")
+        compressed(group, X[cut:], "features/name")
+        group["shape"], group["barcodes"] = [WIDTH, N - cut], [f"cell {at}" for at in range(N - cut)]
+    return aiofeed.Arrays(
+        {"x": [f"{folder}/a.h5ad::X", f"{folder}/b.h5"]}, select={"var": [f"gene {at}" for at in range(WIDTH)]}
+    )
+
+
 def _zarr(folder: Path, _: Any) -> aiofeed.Arrays:
     import zarr
 
@@ -470,6 +497,7 @@ EVERY_SOURCE: dict[str, EverySource] = {
         model=lambda _: X[::-1],
     ),
     "Arrays of HDF5": S(_hdf5, "rows, Arrays, shards", None, _as_dicts, ("h5py",)),
+    "Arrays of cells": S(_cells, "rows, Arrays, shards", None, _as_dicts, ("h5py",)),
     "Arrays of NetCDF": S(_netcdf, "rows, Arrays, shards", None, _as_dicts, ("h5netcdf",)),
     "Arrays of Zarr": S(_zarr, "rows, Arrays, shards", None, _as_dicts, ("zarr",)),
     "Arrays of images": S(_images, "rows, Arrays, shards", None, _as_dicts, ("zarr",)),
