@@ -309,7 +309,7 @@ class DiskStore(SampleStore):
                         self._decoder,
                         layout,
                         self._cache.max_bytes,
-                        {*self._claimed, *self._pending} if self.claims else (),
+                        [*self._claimed, *self._pending] if self.claims else [],
                     )
         except OSError as error:
             raise _unusable(path, error) from error
@@ -469,13 +469,11 @@ class DiskStore(SampleStore):
 
     def choose_layout(self, *, last: bool = False) -> None:
         """Do as ``SampleStore.choose_layout``; no other process makes pending samples before they are written."""
-        if self.layout_decided:
-            return
-        with self._lock:
-            pending = self._pending
-            super().choose_layout(last=last)
-            for index in pending.keys() - self._claimed.keys() if self._file is not None and self.claims else ():
-                self._file.release(index)
+        pending = self._pending if self.claims and not self.layout_decided else {}
+        super().choose_layout(last=last)
+        if (file := self._file) is not None:
+            for index in pending.keys() - self._claimed.keys():
+                file.release(index)
 
     def release(self, index: int) -> None:
         """End a claim."""

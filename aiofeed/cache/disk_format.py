@@ -29,7 +29,7 @@ import struct
 import sys
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
 
@@ -201,13 +201,7 @@ class CacheFile:
         self._records_end = min(described.get("max_bytes") or 1 << 43, 1 << 43)
 
     def create(
-        self,
-        samples: int,
-        source: str,
-        decoder: str,
-        layout: Layout,
-        max_bytes: int | None,
-        claimed: Iterable[int] = (),
+        self, samples: int, source: str, decoder: str, layout: Layout, max_bytes: int | None, claimed: list[int]
     ) -> Description:
         """Write the header and allocate all disk space, inside ``locked``. Returns the description.
 

@@ -14,29 +14,18 @@ from aiofeed.shards.base import Shards
 from aiofeed.shards.index import read_by
 from aiofeed.shards.urls import Shard, Urls
 
-
-class _Process:
-    """The process that reads: in a fork of it, threads that read would end the process, also with new readers."""
-
-    pid = 0
-
-    @classmethod
-    def enter(cls) -> None:
-        """Check that no parent process has read.
-
-        Raises:
-            FeedError: One has.
-        """
-        if cls.pid not in (0, pid := os.getpid()):
-            raise FeedError(
-                "this process is a fork of one that has opened ArrayRecord files, and a read would end it: start "
-                "processes with the method 'spawn', or open the files for the first time in the forked process"
-            )
-        cls.pid = pid
+# The process that reads. In a fork of it threads that read would end the process, also with new readers.
+_pid = 0
 
 
 def _read(records: Any, number: int) -> Any:
-    _Process.enter()
+    global _pid
+    if _pid not in (0, pid := os.getpid()):
+        raise FeedError(
+            "this process is a fork of one that has opened ArrayRecord files, and a read would end it: start processes "
+            "with the method 'spawn', or open the files for the first time in the forked process"
+        )
+    _pid = pid
     return records[number]
 
 
@@ -75,7 +64,7 @@ class ArrayRecordShards(Shards):
         super().__init__(paths)
 
     async def _index(self, shard: Shard) -> None:
-        _Process.enter()
+        _read([None], 0)
         try:
             from array_record.python.array_record_data_source import ArrayRecordDataSource
 
