@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import itertools
+import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +32,10 @@ def storage_started() -> None:
     """Start obstore's threads, if it is installed: they keep their descriptors."""
     if importlib.util.find_spec("obstore"):
         start_obstore()
+
+
+FORKS_NOT = {"obstore", "array_record"}
+"""Packages that do not work in a fork of a process that has used them."""
 
 
 class Made(NamedTuple):
@@ -143,7 +150,7 @@ def test_every_source_with_every_option(
     ways = {'engine="process"': Way({"engine": "process:1"}, order, True)}
     if group != "processes":
         ways = ways_of(len(made.samples), made.case.order) if group == "orders" else more_ways(made, tmp_path)
-    elif {"obstore", "array_record"}.isdisjoint(made.case.needs):  # whose threads a fork lacks
+    elif FORKS_NOT.isdisjoint(made.case.needs):
         request.getfixturevalue("forked_workers")
     if "a Mixture with weights" in made.case.kinds:  # whose epochs stay as long, see test_mixture_tokens.py
         ways.pop("exclude=", None)
@@ -151,6 +158,23 @@ def test_every_source_with_every_option(
         ways.pop("no decode=", None)
     found = {name: problem(made, name, way) for name, way in ways.items()}
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork with several threads
+@pytest.mark.parametrize("name", [name for name, case in EVERY_SOURCE.items() if FORKS_NOT.isdisjoint(case.needs)])
+def test_every_source_is_read_in_a_fork(make: Callable[[str], Made], name: str) -> None:
+    """The child of a process that reads a source reads all samples of it, too, and the parent goes on."""
+    made = make(name)
+    found = functools.partial(problem, made, "feeder", Way({}, made.case.order or range(len(made.samples)), True))
+    assert found() == ""
+    if (child := os.fork()) == 0:  # pragma: no cover - in the child
+        with contextlib.suppress(BaseException):
+            signal.alarm(30)
+            os._exit(bool(found()))
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert found() == ""
 
 
 def failing(decode: Callable[[Any], Any], bad: Any, data: Any) -> Any:

@@ -312,7 +312,7 @@ class DiskStore(SampleStore):
                         self._decoder,
                         layout,
                         self._cache.max_bytes,
-                        next(iter(self._claimed), None),
+                        [*self._claimed, *self._pending] if self.claims else [],
                     )
         except OSError as error:
             raise _unusable(path, error) from error
@@ -469,6 +469,14 @@ class DiskStore(SampleStore):
                 return False
             self._claimed[index] = (file, entry)
             return True
+
+    def choose_layout(self, *, last: bool = False) -> None:
+        """Do as ``SampleStore.choose_layout``; no other process makes pending samples before they are written."""
+        pending = self._pending if self.claims and not self.layout_decided else {}
+        super().choose_layout(last=last)
+        if (file := self._file) is not None:
+            for index in pending.keys() - self._claimed.keys():
+                file.release(index)
 
     def release(self, index: int) -> None:
         """End a claim."""

@@ -201,7 +201,7 @@ class CacheFile:
         self._records_end = min(described.get("max_bytes") or 1 << 43, 1 << 43)
 
     def create(
-        self, samples: int, source: str, decoder: str, layout: Layout, max_bytes: int | None, claimed: int | None = None
+        self, samples: int, source: str, decoder: str, layout: Layout, max_bytes: int | None, claimed: list[int]
     ) -> Description:
         """Write the header and allocate all disk space, inside ``locked``. Returns the description.
 
@@ -211,7 +211,7 @@ class CacheFile:
             decoder: Identity of the decoder.
             layout: Layout of a sample.
             max_bytes: Largest size of the file, now and later.
-            claimed: The item whose layout this is; it is claimed before other processes see the header.
+            claimed: Items that are made but not written; they are claimed before other processes see the header.
 
         Raises:
             CacheError: There is no room.
@@ -249,8 +249,8 @@ class CacheFile:
         self._reserve()
         self._write(text, _DESCRIPTION_AT)
         os.fsync(self._fd)
-        if claimed is not None:
-            self.claim(claimed)
+        for index in claimed:
+            self.claim(index)
         self._write(_HEAD.pack(_MAGIC, length, zlib.crc32(text), 0), 0)
         os.fsync(self._fd)
         return described

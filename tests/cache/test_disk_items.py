@@ -27,6 +27,7 @@ from torch.utils.data import Subset
 from aiofeed import DiskCache, FailurePolicy, Feeder, FromDataset, Limits
 from aiofeed.cache import cached_fetcher as cached
 from aiofeed.cache import disk_format as cache_file
+from aiofeed.cache.disk import DiskStore
 from aiofeed.cache.disk_format import CacheFile
 from aiofeed.cache.sample_codec import deserialized, item_layout, serialized
 from aiofeed.cache.store import DECIDING
@@ -210,6 +211,35 @@ def test_feeders_of_one_process_share_the_work(path: Path) -> None:
     assert found == [streamed(Items(40, "int"))] * 2
     if cache_file._OWN_LOCK is not None:
         assert one.reads + other.reads == Counter(range(40))
+
+
+def test_items_that_wait_for_the_layout_are_not_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first items are written after the file's header: another feeder that sees the header waits for them."""
+    if cache_file._OWN_LOCK is None:
+        pytest.skip("no claims")
+    reached, found, threads = threading.Event(), list[Any](), list[threading.Thread]()
+    one, other = Items(40, "int"), Items(40, lambda index: (reached.set(), index)[1])
+    use, claim = DiskStore._use, cache_file.CacheFile.claim
+
+    def start_other(*args: Any) -> None:
+        use(*args)
+        if not threads:
+            threads.append(threading.Thread(target=lambda: found.append(run(named(other), path))))
+            threads[0].start()
+            assert reached.wait(60)
+
+    def refused(file: Any, index: int | None) -> bool:
+        claimed = claim(file, index)
+        if not claimed:
+            reached.set()
+        return claimed
+
+    monkeypatch.setattr(DiskStore, "_use", start_other)
+    monkeypatch.setattr(cache_file.CacheFile, "claim", refused)
+    found.append(run(named(one), path))
+    threads[0].join()
+    assert found == [streamed(Items(40, "int"))] * 2
+    assert one.reads + other.reads == Counter(range(40))
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

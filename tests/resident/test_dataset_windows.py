@@ -133,6 +133,17 @@ def in_consumer(feeder: aiofeed.Feeder[Any]) -> bool:
     return isinstance(feeder._session.pipeline, ResidentPipeline)
 
 
+def ctrl_c_in_next(iterator: Iterator[Any], place: int, found: list[Any]) -> bool:
+    """Append the rest of an epoch, with Ctrl-C at a place in the next call of ``next``; whether there is the place."""
+    with Interrupt(place) as interrupt:
+        try:
+            found.append(next(iterator))
+        except KeyboardInterrupt:
+            interrupt.left = -1
+    found += iterator
+    return interrupt.left < 0
+
+
 def labels(batches: Any) -> list[list[int]]:
     return [numbers.tolist() for _, numbers in batches]
 
@@ -446,15 +457,10 @@ def test_ctrl_c_anywhere_in_a_change_loses_nothing(rest: int, monkeypatch: pytes
             iterator, found, queue = iter(feeder), [], feeder._session.delivery.queue  # type: ignore[union-attr]
             while not isinstance(queue.peek(), EndOfEpoch):
                 found.append(next(iterator))
-            with Interrupt(place) as interrupt:
-                try:
-                    found.append(next(iterator))
-                except KeyboardInterrupt:
-                    interrupt.left = -1
-            found += iterator
+            reached = ctrl_c_in_next(iterator, place, found)
             assert labels(found) == [list(range(at, at + BATCH)) for at in range(0, SAMPLES, BATCH)], place
             assert in_consumer(feeder)
-        if interrupt.left >= 0:
+        if not reached:
             break
     assert place > 50
 
@@ -602,14 +608,9 @@ def test_ctrl_c_anywhere_in_next_loses_nothing(feeder: aiofeed.Feeder[Any], step
         feeder.set_epoch(1)
         iterator = iter(feeder)
         found = [next(iterator) for _ in range(step)]
-        with Interrupt(place) as interrupt:
-            try:
-                found.append(next(iterator))
-            except KeyboardInterrupt:
-                interrupt.left = -1
-        found += iterator
+        reached = ctrl_c_in_next(iterator, place, found)
         assert labels(found) == order, place
-        if interrupt.left >= 0:
+        if not reached:
             break
     assert place > (2 if step else 10)  # the fourth batch of a window is ready
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import pickle
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -134,6 +137,42 @@ def test_threads_read_at_the_same_time(name: str, tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork with several threads
+@pytest.mark.parametrize("known", [False, True], ids=["a new source", "a source that was read"])
+@pytest.mark.parametrize("name", SOURCES)
+def test_forks(name: str, known: bool, tmp_path: Path) -> None:
+    """A fork reads the same samples of chunks; of records it gets an error that says what to do."""
+    folder, options = tmp_path / "files", {"batch_size": 10, "collate_fn": list}
+
+    def make() -> aiofeed.Feeder[Any]:
+        return aiofeed.Feeder(SOURCES[name](folder), **options)
+
+    def same(feeder: aiofeed.Feeder[Any]) -> bool:
+        return [str(each) for batch in feeder for each in batch] == expected
+
+    if name == "litdata":
+        write_chunks(folder)
+    else:
+        write_records(folder)
+        folder /= "*.array_record"
+        options |= {"decode": bytes}
+    expected = [str(each) for each in (RECORDS if name == "array-record" else ROWS)]
+    feeder = make()
+    assert same(feeder)
+    if (child := os.fork()) == 0:  # pragma: no cover - in the child
+        found = 3
+        with contextlib.suppress(BaseException):
+            signal.alarm(30)
+            try:
+                found = not same(feeder if known else make())
+            except aiofeed.FeedError as error:
+                found = 2 if "opened ArrayRecord files" in str(error) and "'spawn'" in str(error) else 4
+        os._exit(found)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (2 if name == "array-record" else 0)
+    assert same(feeder)
 
 
 def test_damaged_records(tmp_path: Path, read_all: Callable[[Any], Any]) -> None:

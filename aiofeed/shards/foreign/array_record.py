@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from functools import partial
+from typing import Any
 
+from aiofeed.kernel.core.errors import FeedError
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import explain_arguments
 from aiofeed.shards.base import Shards
 from aiofeed.shards.index import read_by
 from aiofeed.shards.urls import Shard, Urls
+
+# The process that reads. In a fork of it threads that read would end the process, also with new readers.
+_pid = 0
+
+
+def _read(records: Any, number: int) -> Any:
+    global _pid
+    if _pid not in (0, pid := os.getpid()):
+        raise FeedError(
+            "this process is a fork of one that has opened ArrayRecord files, and a read would end it: start processes "
+            "with the method 'spawn', or open the files for the first time in the forked process"
+        )
+    _pid = pid
+    return records[number]
 
 
 @public
@@ -46,6 +64,7 @@ class ArrayRecordShards(Shards):
         super().__init__(paths)
 
     async def _index(self, shard: Shard) -> None:
+        _read([None], 0)
         try:
             from array_record.python.array_record_data_source import ArrayRecordDataSource
 
@@ -54,4 +73,4 @@ class ArrayRecordShards(Shards):
             raise ImportError('ArrayRecordShards needs array-record: pip install "aiofeed[array-record]"') from error
         except RuntimeError as error:
             raise ValueError(f"it is truncated, damaged or no ArrayRecord file: {error}") from error
-        shard.index = read_by(records.__getitem__, len(records))
+        shard.index = read_by(partial(_read, records), len(records))
