@@ -215,7 +215,7 @@ class ClipDecoder:
         if audio is not None and fps is None:
             raise ValueError("Clips(audio=...) needs fps=, in place of stride=, which says how long a clip is")
         clips = () if self.takes_seed else (self._clips,)
-        self.shape = (*clips, count, 3, height, width)
+        self.shape: tuple[int, ...] = (*clips, count, 3, height, width)
         self.row: Row | None = Row(self.shape, "uint8") if audio is None else None
         self._fps: Any = fps and float(fps)
         self._audio, self._mute = audio, mute
