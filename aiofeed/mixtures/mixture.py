@@ -148,7 +148,7 @@ class Mixture(IndexedSource):
         if at_end is not None and not self._streams:
             raise ValueError("Mixture(at_end=) is for streams; without them, until= decides when an epoch ends")
         if self._streams:
-            self._set_streams(until, unit, at_end or "restart")
+            self._set_streams(until, unit, at_end or ("stop" if until == "first" else "restart"))
             return
         self.whole = _combined(self.parts, self._names)
         self.whole.source_names = self.names if self._names else ()
@@ -181,8 +181,9 @@ class Mixture(IndexedSource):
         if self._changes or self._random or unit != "samples":
             kind = "random=True" if self._random else 'unit="tokens"' if unit != "samples" else "weights that change"
             raise ValueError(f"Mixture: {kind} is not possible with streams in it, whose samples come in their order")
+        if until == "first" and at_end != "stop":
+            raise ValueError(f'Mixture(until="first") ends an epoch as at_end="stop" does: leave out at_end={at_end!r}')
         samples = None if until in ("all", "first") else check_positive_int("Mixture(until=)", until)
-        at_end = "stop" if until == "first" else at_end
         drawing = Drawing(self._of_parts(self._own, 0), at_end, samples, self._most)
         self.whole = StreamedMixture(self.parts, self._names, drawing)
         self.traits: Traits = self.whole.traits

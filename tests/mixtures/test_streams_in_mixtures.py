@@ -199,6 +199,7 @@ def test_ranks_share_the_samples() -> None:
         ({"weights": lambda samples: [1, 1]}, "weights that change is not possible with streams"),
         ({"random": True}, "random=True is not possible"),
         ({"unit": "tokens"}, 'unit="tokens" is not possible'),
+        ({"until": "first", "at_end": "leave out"}, 'until="first"'),
         ({"at_end": "never"}, 'must be "restart", "stop" or "leave out"'),
         ({"until": 0}, "until"),
     ],
