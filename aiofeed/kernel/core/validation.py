@@ -196,12 +196,14 @@ def explain_arguments(
 
         @functools.wraps(function)
         def checked(*args: Any, **arguments: Any) -> Any:
+            kind = type(args[0]) if args and isinstance(target, type) else target
+            name = (kind if kind.__module__ == "aiofeed" else target).__name__  # of a public subclass
             if len(args) > positional:
-                rest = ", ".join(f"{name}=" for name in [*parameters][positional:]) or "none"
+                rest = ", ".join(f"{each}=" for each in [*parameters][positional:]) or "none"
                 rest = rest + hint if isinstance(hint, str) else hint(args[positional:]) or rest
-                raise TypeError(f"{target.__name__} takes its further arguments by name: {rest}")
-            if unknown := next((name for name in arguments if name not in known), None):
-                value, message = arguments[unknown], f"{target.__name__} has no argument {unknown!r}"
+                raise TypeError(f"{name} takes its further arguments by name: {rest}")
+            if unknown := next((each for each in arguments if each not in known), None):
+                value, message = arguments[unknown], f"{name} has no argument {unknown!r}"
                 others = ways() if callable(ways) else ways
                 near = next(iter(difflib.get_close_matches(unknown, [*known, *others], n=1)), "")
                 if near in others:

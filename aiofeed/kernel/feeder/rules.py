@@ -24,8 +24,8 @@ EXCLUDED: tuple[Exclusion, ...] = (
     # decoding
     (("decode=",), ("decoded samples",), TypeError, _DECODED),
     (("no decode=",), ("encoded samples",), TypeError,
-     "it returns samples as they are stored: pass aiofeed.DecodeImage(size=224) for the bytes of images, or any "
-     "function of a sample (decode=lambda sample: sample leaves it as it is)"),
+     "it returns samples as they are stored: pass aiofeed.DecodeImage(size=224) for images, aiofeed.DecodeAudio(rate) "
+     "for sound, or any function of a sample (decode=lambda sample: sample leaves it as it is); Clips reads videos"),
     # which samples come, and in which batches
     (("sampler=", "batch_sampler=", "an order by shuffle="), ("weights=",), ValueError,
      f"weights= draws samples with replacement: {_ONE}"),
