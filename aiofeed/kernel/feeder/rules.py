@@ -24,7 +24,7 @@ EXCLUDED: tuple[Exclusion, ...] = (
     # decoding
     (("decode=",), ("decoded samples",), TypeError, _DECODED),
     (("no decode=",), ("encoded samples",), TypeError,
-     "it returns samples as they are stored: pass aiofeed.DecodeImage(size=224) for images, aiofeed.DecodeAudio(rate) "
+     "it returns samples as they are stored: pass aiofeed.DecodeImage(size=224) for images, DecodeAudio(16000) "
      "for sound, or any function of a sample (decode=lambda sample: sample leaves it as it is); Clips reads videos"),
     # which samples come, and in which batches
     (("sampler=", "batch_sampler=", "an order by shuffle="), ("weights=",), ValueError,
