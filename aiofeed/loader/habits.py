@@ -113,11 +113,13 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "aiofeed": {
         "from_pandas from_polars from_arrow from_csv from_parquet from_json from_dict from_list read_csv read_json "
-        "read_parquet read_feather read_table scan_parquet load_dataset load_from_disk DataFrame read_sql "
-        "CsvDataset read_excel ParquetDataset": "aiofeed.Table takes frames, Arrow tables, datasets, Parquet files",
+        "read_parquet read_feather read_table scan_parquet load_dataset load_from_disk DataFrame Series read_sql "
+        "from_huggingface CsvDataset read_excel "
+        "ParquetDataset": "aiofeed.Table takes frames, Arrow tables, datasets, Parquet files",
         "from_generator TextLineDataset": "aiofeed.Stream takes a generator function",
         "ConcatDataset ChainDataset concatenate_datasets interleave_datasets sample_from_datasets concatenate zip "
-        "choose_from_datasets CombinedStreamingDataset ParallelStreamingDataset interleave concat RandomMix": _MIXTURE,
+        "choose_from_datasets CombinedStreamingDataset ParallelStreamingDataset interleave concat "
+        "BlendedDataset RandomMix": _MIXTURE,
         "random_split Subset SubsetRandomSampler train_test_split": "source.split(...) and source[rows] return parts",
         "map apply batch shuffle take repeat filter select skip unbatch window sort shard with_format "
         "with_transform": "Feeder(source, decode=, batch_size=, shuffle=) makes batches",
@@ -126,24 +128,33 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "default_collate collate collate_fn": "pass collate_fn= to Feeder; without it batches are those of torch",
         "Loader DataPipe IterDataPipe MapDataPipe Pipeline WebLoader StreamingDataLoader DataIterator DataModule "
         "LightningDataModule": "aiofeed.Feeder reads sources, aiofeed.DataLoader takes the arguments of torch's",
-        "WebDataset TarDataset": "aiofeed.TarShards reads tar files",
-        "Dataset IterableDataset MapDataset IterDataset "
+        "WebDataset TarDataset read_webdataset ShardList SimpleShardList tarfile_to_samples "
+        "split_by_worker": "aiofeed.TarShards reads tar files",
+        "Dataset IterableDataset MapDataset IterDataset from_torch ImageNet CIFAR10 MNIST CocoDetection VOCDetection "
         "DataSource": "Feeder takes both; aiofeed.FromDataset and aiofeed.Stream have options for them",
         "TensorDataset StackDataset from_numpy from_tensor_slices from_tensors": "aiofeed.Tensors takes tensors",
         "DatasetFolder list_files read_images": "aiofeed.ImageFolder and aiofeed.Files read files",
-        "VideoReader VideoClips Kinetics UCF101 Video read_video VideoDecoder": "aiofeed.Clips reads videos",
+        "VideoReader VideoClips Kinetics Kinetics400 UCF101 Video read_video VideoDecoder EncodedVideo "
+        "LabeledVideoDataset UniformClipSampler RandomClipSampler": "aiofeed.Clips reads videos",
         "torchaudio SPEECHCOMMANDS Audio load_audio AudioDecoder Resample": "see aiofeed.DecodeAudio, AudioFolder",
+        "Spectrogram MelSpectrogram Normalize": "transform= of Feeder gets batches: torchaudio and torchvision do that",
+        "open_zarr open_dataset open_mfdataset read_zarr ZarrDataset H5Dataset HDF5Dataset NetCDF "
+        "BatchGenerator": "aiofeed.Arrays({'x': 'era5.zarr/t2m'}) reads Zarr, HDF5 and NetCDF",
+        "PrefetchLoader BackgroundGenerator DataPrefetcher ThreadedLoader AsyncLoader "
+        "prefetch_to_device": "aiofeed.prefetch(loader, device=) makes batches of any loader ahead",
         "transforms Compose Resize": "see aiofeed.DecodeImage(size=, crop=, flip=, augment=)",
         "DistributedSampler WeightedRandomSampler RandomSampler BatchSampler Sampler IndexSampler ShardOptions "
         "SequentialSampler split_dataset_by_node split_by_node": "pass shuffle=, shard= or weights= to Feeder",
         "StatefulDataLoader": "aiofeed.DataLoader has state_dict() and load_state_dict()",
-        "StreamingDataset TFRecordDataset": "aiofeed.MDSShards, LitDataShards and TFRecordShards read shards",
+        "StreamingDataset TFRecordDataset "
+        "read_tfrecords": "aiofeed.MDSShards, LitDataShards and TFRecordShards read shards",
         "ShardWriter MDSWriter optimize": "aiofeed reads shards that other packages write",
         "AnnLoader AnnDataset AnnDataLoader AnnCollection AnnData read_h5ad read_10x_h5 "
         "Collection": "aiofeed.Arrays({'x': 'cells.h5ad', 'y': 'cells.h5ad::obs/cell_type'}) reads cells",
-        "TokensLoader": "aiofeed.Tokens reads files of tokens",
+        "TokensLoader IndexedDataset MMapIndexedDataset GPTDataset": "aiofeed.Tokens reads files of tokens",
+        "PackedDataset SequencePacking ConstantLengthDataset": "pass batch_size=aiofeed.Pack(...) to Feeder",
         "set_epoch stats epochs": "see feeder.set_epoch(n), feeder.statistics(), feeder.epochs(n)",
-        "num_workers AUTOTUNE ReadOptions MultiprocessingOptions get_worker_info seed set_seed "
+        "num_workers AUTOTUNE Options ReadOptions MultiprocessingOptions get_worker_info seed set_seed "
         "cache": "pass limits=, engine=, seed= or cache= to Feeder",
     },
 }
