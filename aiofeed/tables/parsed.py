@@ -22,6 +22,7 @@ from aiofeed.shards.index import ShardIndex, ranges_of, with_labels
 from aiofeed.shards.indexing import IndexRules, Scan
 from aiofeed.shards.parquet import leaf_count
 from aiofeed.shards.urls import Shard, ShardFinder, Urls
+from aiofeed.tables.filled import is_text, odd_number
 from aiofeed.tables.manifest import LINE_BYTES, TableFile
 from aiofeed.tables.memory import MemoryTable
 from aiofeed.tables.stored import ParquetTable
@@ -158,8 +159,14 @@ class BlockTable(ParquetTable):
         return sum(shard.size for shard in self._shards) / len(self)
 
     def _way_out(self, name: str) -> str:
-        notes = [shard.extra.metadata.types.field(name).metadata for shard in self._shards]
-        return next((f". It has {note[b'kinds'].decode()}" for note in notes if note), "")
+        fields = [shard.extra.metadata.types.field(name) for shard in self._shards]
+        if notes := [field.metadata for field in fields if field.metadata]:
+            return f". It has {notes[0][b'kinds'].decode()}"
+        first, file = self._shards[0], self._shards[0].extra.metadata
+        if not first.local or not is_text(fields[0].type):
+            return ""
+        leaf = file.leaves[file.types.names.index(name)]
+        return odd_number(name, self._decode_rows(first, 0, [leaf], None)[name])
 
     async def _parts_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> Any:
         return (await shard.read(self._chunks_of(shard, group, chosen)))[0]

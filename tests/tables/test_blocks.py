@@ -174,6 +174,14 @@ def test_a_text_among_numbers(tmp_path: Path) -> None:
         Feeder(Table(tmp_path / "x.csv", in_memory=False), batch_size=2)
 
 
+def test_a_text_among_the_numbers_of_one_block(tmp_path: Path) -> None:
+    """A number that is written as a text is named by its row, if the first block has it."""
+    path = tmp_path / "train.csv"
+    path.write_text("x\n1\n2\n1,5\n".replace("1,5", '"1,5"'))
+    with pytest.raises(TypeError, match=r"row 2 \(the first is 0\) has '1,5' among numbers"):
+        Feeder(Table(path, in_memory=False), batch_size=2)
+
+
 @pytest.mark.parametrize("options", [{"columns": ["b", "c"]}, {"data": "c"}, {"data": "a", "target": "c"}])
 def test_a_column_that_there_is_not(tmp_path: Path, options: dict[str, Any]) -> None:
     """Is an error that names those that there are."""
