@@ -23,6 +23,7 @@ from aiofeed.arrays.layout import SampleLayout, shards_of
 from aiofeed.arrays.opening import Opener
 from aiofeed.arrays.statistics import statistics_of_values
 from aiofeed.common.grouped_source import GroupedSource
+from aiofeed.common.progress_bar import log
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Gathered, Traits, public
 from aiofeed.kernel.core.validation import counted, explain_arguments
@@ -307,6 +308,8 @@ class Arrays(GroupedSource):
             except ValueError:  # an array that is too small has no samples
                 if not grids and part + 2 == len(borders):
                     raise
+        if missing := len(borders) - 1 - len(grids):
+            log.warning("Arrays: %d of %d are smaller than a sample and left out; pad= keeps them", missing, len(sizes))
         axes, bounds, random = map(list, zip(*grids, strict=True))
         self._layout = SampleLayout(axes, bounds, repeats)
         self.shard_starts: NDArray[np.int64] = self._layout.starts

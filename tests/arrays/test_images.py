@@ -177,6 +177,13 @@ def test_positions_keys_and_places(tmp_path: Path) -> None:
     assert joined.key(joined.at(6, 3)) == f"{paths[1]}[0=1, 1=3]"
 
 
+def test_images_that_are_too_small_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning says how many images have no samples."""
+    values = images([(5, 6), (2, 9), (4, 4)])
+    assert len(aiofeed.Arrays({"x": values}, sample=(), tile={0: 3, 1: 3})) == 3
+    assert "1 of 3 are smaller than a sample and left out; pad= keeps them" in caplog.text
+
+
 def test_images_of_one_size_are_samples() -> None:
     """Whole ones, without tiles."""
     values = images([(2, 3)] * 4)
