@@ -54,6 +54,7 @@ _OTHER_FILES = {
     b"CDF": "NetCDF 3: write it as NetCDF 4 by 'nccopy -k nc4 old.nc new.nc', or pass the array that xarray opens",
     b"\x0e\x03\x13\x01": "HDF 4: write it as HDF 5 by 'h4toh5 old.hdf new.h5'",
     b"PK": "a zip file: pass the array that zarr opens",
+    b"\x93NUM": "a NumPy file: pass numpy.load(path, mmap_mode='r'), which reads parts of it",
 }
 _REFUSED = {4: "szip", 5: "nbit", 6: "scale-offset", 307: "bzip2", 32008: "bitshuffle", 32013: "zfp", 32026: "blosc2"}
 

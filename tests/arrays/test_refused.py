@@ -103,6 +103,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: hdf5(folder, lambda file: file.update({"x": h5py.SoftLink("/gone")})), r"f\.h5.*no 'x'"
     ),
     "no HDF5": (lambda folder: write(folder / "f.h5", b"no HDF5 at all" * 99), r"f\.h5.*no HDF5 file"),
+    "a NumPy file": (lambda folder: write(folder / "f.npy", b"\x93NUMPY\x01\x00"), r"f\.npy is a NumPy file: pass"),
     "an empty HDF5": (lambda folder: write(folder / "f.h5", b""), r"f\.h5"),
     "Zarr, a group": (lambda folder: str(Path(zarr_of(folder, X)).parent), r"a0\.zarr"),
     "Zarr, texts": (lambda folder: zarr_of(folder, np.array(["a", "bc"], "U2")), r"a0\.zarr/x.*no tensors"),
