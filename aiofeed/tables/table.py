@@ -260,7 +260,8 @@ class Table(GroupedSource):
             return self._samples_of(Columns.of(table), np.arange(len(table)))
         valid = ~np.logical_or.reduce([table.column(column).is_null().to_numpy() for column in nulls])
         found = iter(self._samples_of(Columns.of(take_rows(table, np.flatnonzero(valid))), np.arange(valid.sum())))
-        null = ValueError(f"{' or '.join(map(repr, nulls))} is null")
+        names = " or ".join(map(repr, nulls))
+        null = ValueError(f"{names} is null: leave it out with columns=[...], or take rows as dicts by collate_fn=")
         return [next(found) if each else null for each in valid]
 
 
