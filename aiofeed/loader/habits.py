@@ -50,22 +50,35 @@ _WAYS: Mapping[str, str | Callable[[Any], str]] = {
     ),
     **dict.fromkeys(("steps", "max_steps", "num_batches", "infinite"), "iterate feeder.steps(n), over as many epochs"),
     **dict.fromkeys(("progress", "progress_bar", "verbose"), "iterate feeder.progress()"),
-    **dict.fromkeys(("filter", "filters"), "exclude= leaves samples out; a source takes source[indices]"),
+    **dict.fromkeys(("filter", "filters", "filter_fn"), "exclude= leaves samples out; a source takes source[indices]"),
     **dict.fromkeys(("return_paths", "with_paths", "return_index", "with_index", "return_keys"), "pass keys=True"),
     **dict.fromkeys(("buffer_size", "shuffle_buffer", "shuffle_buffer_size"), "shuffle=True shuffles all samples"),
     **dict.fromkeys(("augment", "map", "preprocess", "tokenizer"), "decode= makes samples, transform= changes batches"),
     **dict.fromkeys(("drop_remainder", "drop_incomplete", "pad_last_batch"), "pass drop_last= or pad="),
     **dict.fromkeys(("gpu", "cuda", "use_gpu"), "pass device="),
     **dict.fromkeys(("root", "url", "urls", "x", "y", "labels", "columns"), "the source has it, the first argument"),
-    **dict.fromkeys(("lengths", "max_tokens", "boundaries"), "pass batch_size=Buckets(...) or TokenBudget(...)"),
+    **dict.fromkeys(
+        ("lengths", "max_tokens", "boundaries", "group_by_length", "bucket_by", "length_column"),
+        "pass batch_size=Buckets(...) or TokenBudget(...)",
+    ),
     **dict.fromkeys(("handler", "ignore_errors", "skip_errors"), 'pass on_error="skip"'),
     **dict.fromkeys(("deterministic", "random_state", "reshuffle_each_iteration"), "seed= gives each epoch its order"),
     **dict.fromkeys(("resume", "checkpoint", "state_dict"), "call feeder.load_state_dict(state)"),
     **dict.fromkeys(("distributed", "local_rank"), "the rank comes from torch.distributed, or from shard="),
     **dict.fromkeys(("split", "max_samples", "subset"), "pass a part: source.split(...), source[:1000]"),
-    **dict.fromkeys(("balance", "class_weights"), "weights= has a number for each sample"),
+    **dict.fromkeys(
+        ("balance", "class_weights", "sample_weight", "sample_weights"), "weights= has a number for each sample"
+    ),
     **dict.fromkeys(("log", "logger", "callbacks"), "see feeder.statistics(), aiofeed.exporters and AIOFEED_LOG=debug"),
-    "cache_dir": "pass cache=DiskCache(path)",
+    **dict.fromkeys(("cache_dir", "cache_limit", "max_cache_size", "keep_in_memory"), "pass cache="),
+    **dict.fromkeys(("padding", "padding_value", "pad_token_id"), "pass collate_fn=pad_collate(...)"),
+    **dict.fromkeys(("workers", "n_workers", "num_proc", "worker_count", "num_parallel_calls"), _threads_instead),
+    **dict.fromkeys(("shuffle_seed", "shuffle_algo", "shuffle_block_size", "detshuffle"), "pass shuffle= and seed="),
+    **dict.fromkeys(("train", "val_split", "train_ratio", "test_size", "nrows"), "pass a part: source.split(...)"),
+    **dict.fromkeys(("usecols", "names", "sep", "index_col", "remove_columns"), "aiofeed.Table chooses columns"),
+    **dict.fromkeys(("streams", "local", "remote", "input_dir", "serializer", "item_loader"), "the source has it"),
+    **dict.fromkeys(("nodesplitter", "workersplitter", "shard_options", "resampled"), "pass shard= and weights="),
+    **dict.fromkeys(("normalize", "target_transform", "batched", "operations"), "pass decode= or transform="),
     **dict.fromkeys(("dtype", "fp16", "channels_last"), "pass transform=, which gets each batch"),
     "num_threads": _part_of("limits", Limits, "decode_threads"),
     **{each.name: _part_of("limits", Limits, each.name) for each in fields(Limits)},
@@ -82,31 +95,40 @@ _MIXTURE = "aiofeed.Mixture takes several sources"
 # What to write in place of names, by their owner.
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "Feeder": {
-        "sampler batch_sampler": "a Feeder shuffles and shards by itself; feeder.set_epoch(n) chooses the epoch",
+        "sampler batch_sampler epoch current_epoch "
+        "with_epoch": "a Feeder shuffles and shards by itself; feeder.set_epoch(n) chooses the epoch",
         "num_workers pin_memory prefetch_factor generator persistent_workers worker_init_fn timeout seed rank "
         "world_size": "pass limits=, device=, seed= and shard= to Feeder",
-        "num_batches num_samples n_samples n_batches steps_per_epoch num_rows length size shape "
+        "epoch_size with_length num_batches num_samples n_samples n_batches steps_per_epoch num_rows length size "
+        "shape "
         "cardinality": "len(feeder) is the number of batches, len(feeder.dataset) of samples",
         "keys paths filenames file_names names": "Feeder(keys=True) returns (batch, keys)",
-        "classes class_to_idx targets labels columns column_names features": "feeder.dataset is the source",
-        "stats metrics get_stats profile timings summary describe info report "
+        "source data element_spec classes class_to_idx targets labels columns column_names "
+        "features": "feeder.dataset is the source",
+        "errors failures skipped failed stats metrics get_stats profile timings summary describe info report "
         "plot": "feeder.statistics() and feeder.explain() say where the time goes",
         "get_state set_state save load restore checkpoint resume save_state "
         "load_state": "feeder.state_dict() and feeder.load_state_dict(state)",
         "stop shutdown reset start join cancel terminate": "call feeder.close(); iter(feeder) begins an epoch",
-        "get get_batch next take repeat head sample first iterator get_iterator as_numpy_iterator "
+        "peek iterrows enumerate show get get_batch next take repeat head sample first iterator get_iterator "
+        "as_numpy_iterator "
         "iter_batches": "next(iter(feeder)) is a batch; see feeder.epochs(n), feeder.steps(n)",
         "split random_split train_test_split": "split the source: source.split(...), source[indices]",
-        "map filter shuffle batch to apply shard unbatch with_format prefetch cache select sort window interleave zip "
+        "map filter shuffle batch to apply shard unbatch with_format prefetch cache select sort window interleave "
+        "zip "
         "transform with_transform set_transform cuda cpu device collate_fn drop_last decode in_order "
-        "concat": "pass transform=, exclude=, shuffle=, batch_size=, device= and others to Feeder",
+        "concat skip rename rebatch padded_batch to_tuple device_put set_shuffle set_batch_size "
+        "dtype": "pass transform=, exclude=, shuffle=, batch_size=, device= and others to Feeder",
     },
     "a source": {
         "map filter select take skip shuffle batch shard random_split train_test_split transform transforms window "
-        "target_transform with_transform set_transform with_format apply unbatch repeat prefetch cache sort head tail "
-        "sample iloc loc": "Feeder has decode=, shuffle=, batch_size= and shard=, a source source[indices] and split()",
+        "target_transform with_transform set_transform with_format apply unbatch repeat prefetch cache sort head "
+        "tail "
+        "sample iloc "
+        "loc": "Feeder has decode=, shuffle=, batch_size= and shard=, a source source[indices] and split()",
         "concat concatenate interleave zip merge": _MIXTURE,
-        "rename_column remove_columns cast_column groupby describe to_pandas "
+        "drop dropna fillna astype unique flatten to_dict class_encode_column rename_column remove_columns "
+        "cast_column groupby describe to_pandas "
         "add_column": "change the data set before it becomes a source",
         "num_rows num_samples length size shape": "len(source) is the number of samples",
         "set_epoch state_dict load_state_dict num_workers stats": "a Feeder has it",
@@ -114,37 +136,46 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "aiofeed": {
         "from_pandas from_polars from_arrow from_csv from_parquet from_json from_dict from_list read_csv read_json "
         "read_parquet read_feather read_table scan_parquet load_dataset load_from_disk DataFrame Series read_sql "
-        "from_huggingface CsvDataset read_excel "
+        "from_huggingface CsvDataset read_excel make_csv_dataset CSVDataset JSONLinesDataset DatasetDict "
         "ParquetDataset": "aiofeed.Table takes frames, Arrow tables, datasets, Parquet files",
-        "from_generator TextLineDataset": "aiofeed.Stream takes a generator function",
+        "from_generator from_text TextLineDataset": "aiofeed.Stream takes a generator function",
         "ConcatDataset ChainDataset concatenate_datasets interleave_datasets sample_from_datasets concatenate zip "
         "choose_from_datasets CombinedStreamingDataset ParallelStreamingDataset interleave concat "
         "BlendedDataset RandomMix": _MIXTURE,
         "random_split Subset SubsetRandomSampler train_test_split": "source.split(...) and source[rows] return parts",
         "map apply batch shuffle take repeat filter select skip unbatch window sort shard with_format "
         "with_transform": "Feeder(source, decode=, batch_size=, shuffle=) makes batches",
-        "padded_batch bucket_by_sequence_length pad_sequence "
+        "LengthGroupedSampler BucketBatchSampler DynamicBatchSampler padded_batch bucket_by_sequence_length "
+        "pad_sequence "
         "DataCollatorWithPadding": "pass batch_size=aiofeed.Buckets(...), collate_fn=aiofeed.pad_collate() to Feeder",
-        "default_collate collate collate_fn": "pass collate_fn= to Feeder; without it batches are those of torch",
+        "default_collate collate collate_fn Collator "
+        "DataCollator": "pass collate_fn= to Feeder; without it batches are those of torch",
         "Loader DataPipe IterDataPipe MapDataPipe Pipeline WebLoader StreamingDataLoader DataIterator DataModule "
         "LightningDataModule": "aiofeed.Feeder reads sources, aiofeed.DataLoader takes the arguments of torch's",
-        "WebDataset TarDataset read_webdataset ShardList SimpleShardList tarfile_to_samples "
+        "ResampledShards WebPipeline WebDataset TarDataset read_webdataset ShardList SimpleShardList "
+        "tarfile_to_samples "
         "split_by_worker": "aiofeed.TarShards reads tar files",
-        "Dataset IterableDataset MapDataset IterDataset from_torch ImageNet CIFAR10 MNIST CocoDetection VOCDetection "
+        "CIFAR100 FashionMNIST SVHN STL10 CelebA FakeData LocalDataset Dataset IterableDataset MapDataset "
+        "IterDataset from_torch ImageNet CIFAR10 MNIST CocoDetection VOCDetection "
         "DataSource": "Feeder takes both; aiofeed.FromDataset and aiofeed.Stream have options for them",
         "TensorDataset StackDataset from_numpy from_tensor_slices from_tensors": "aiofeed.Tensors takes tensors",
-        "DatasetFolder list_files read_images": "aiofeed.ImageFolder and aiofeed.Files read files",
+        "DatasetFolder list_files read_images image_dataset_from_directory VisionDataset Flowers102 Food101 "
+        "OxfordIIITPet": "aiofeed.ImageFolder and aiofeed.Files read files",
         "VideoReader VideoClips Kinetics Kinetics400 UCF101 Video read_video VideoDecoder EncodedVideo "
         "LabeledVideoDataset UniformClipSampler RandomClipSampler": "aiofeed.Clips reads videos",
-        "torchaudio SPEECHCOMMANDS Audio load_audio AudioDecoder Resample": "see aiofeed.DecodeAudio, AudioFolder",
+        "torchaudio LIBRISPEECH YESNO SPEECHCOMMANDS Audio load_audio AudioDecoder "
+        "Resample": "see aiofeed.DecodeAudio, AudioFolder",
         "Spectrogram MelSpectrogram Normalize": "transform= of Feeder gets batches: torchaudio and torchvision do that",
         "open_zarr open_dataset open_mfdataset read_zarr ZarrDataset H5Dataset HDF5Dataset NetCDF "
         "BatchGenerator": "aiofeed.Arrays({'x': 'era5.zarr/t2m'}) reads Zarr, HDF5 and NetCDF",
-        "PrefetchLoader BackgroundGenerator DataPrefetcher ThreadedLoader AsyncLoader "
+        "PrefetchedLoader CudaPrefetcher PrefetchLoader BackgroundGenerator DataPrefetcher ThreadedLoader "
+        "AsyncLoader "
         "prefetch_to_device": "aiofeed.prefetch(loader, device=) makes batches of any loader ahead",
-        "transforms Compose Resize": "see aiofeed.DecodeImage(size=, crop=, flip=, augment=)",
+        "transforms Compose Resize RandomCrop read_image "
+        "decode_jpeg": "see aiofeed.DecodeImage(size=, crop=, flip=, augment=)",
         "DistributedSampler WeightedRandomSampler RandomSampler BatchSampler Sampler IndexSampler ShardOptions "
-        "SequentialSampler split_dataset_by_node split_by_node": "pass shuffle=, shard= or weights= to Feeder",
+        "DistributedBatchSampler SequentialSampler split_dataset_by_node "
+        "split_by_node": "pass shuffle=, shard= or weights= to Feeder",
         "StatefulDataLoader": "aiofeed.DataLoader has state_dict() and load_state_dict()",
         "StreamingDataset TFRecordDataset "
         "read_tfrecords": "aiofeed.MDSShards, LitDataShards and TFRecordShards read shards",

@@ -61,7 +61,7 @@ IDENTITY_BYTES = 1 << 16
     {
         "frame_rate": "it is called fps",
         "clip_duration": "frames= and fps= say how long a clip is",
-        "num_frames": "it is called frames",
+        **dict.fromkeys(("num_frames", "frames_per_clip", "clip_length"), "it is called frames"),
         "sample_rate": "pass audio=DecodeAudio(rate=...)",
         "mean": "clips are uint8: normalise batches on the device, in transform= of Feeder",
         "std": "clips are uint8: normalise batches on the device, in transform= of Feeder",

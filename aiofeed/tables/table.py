@@ -39,7 +39,9 @@ MEMORY_SHARE = 2
     {
         "rows_per_read": 'rows are read by whole row groups; shuffle="window" makes neighbours of a file come together',
         "sep": "pass Table(pandas.read_csv(path, sep=...))",
-        "usecols": "columns= names the columns",
+        **dict.fromkeys(("usecols", "names", "header"), "columns= names the columns; for others pass a pandas frame"),
+        **dict.fromkeys(("nrows", "chunksize"), "table[:1000] is a part; large files are read in blocks"),
+        **dict.fromkeys(("y", "label", "labels", "targets"), "target= names the column"),
         "drop": "columns= names those that stay",
         "split": "pass one split of the dataset, as in dataset['train']",
     }
