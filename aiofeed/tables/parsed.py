@@ -201,7 +201,7 @@ def _scan(file: TableFile, size: int, _: Any) -> Scan:
         data = yield at, min(at + BLOCK_BYTES, size)
         end = len(data) if at + len(data) == size else file.row_end(data)
         if not end:
-            raise ValueError(f"row {rows} (the first is 0) exceeds 16 MiB: is a quotation mark not closed, a line break missing?")
+            raise ValueError(f"row {rows} (the first is 0) exceeds 16 MiB: is a quotation mark or a line not closed?")
         part = file.part(data[:end], header, rows, lines)
         table = part.read(None, {}) if table is None or data[:end].strip() else table[:0]
         if not labels:

@@ -155,7 +155,7 @@ def test_the_pass_over_a_file_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
             ['{"a": 1}'] * 26 + ['{"a": "x"}'] * 99,
             r"column 'a' has int64 in the rows from 0 on and string in the rows from \d+ on",
         ),
-        ("x.csv", ["a,b", '1,"x'] + ["1,2"] * 500, "row 0 .*quotation mark not closed"),
+        ("x.csv", ["a,b", '1,"x'] + ["1,2"] * 500, "row 0 .*quotation mark or a line not closed"),
     ],
 )
 def test_errors_of_later_blocks(tmp_path: Path, name: str, lines: list[str], message: str) -> None:
