@@ -15,6 +15,7 @@ from aiofeed.streams.stream_epochs import Blocks, Measured, Snapshot, items_of
 
 if TYPE_CHECKING:
     from aiofeed.kernel.feeder.feeder import Feeder
+    from aiofeed.kernel.feeder.iterator import FeedIterator
 
 
 def decode_first(a: Any, new_feeder: Any) -> None:
@@ -94,6 +95,11 @@ class DecodedStream(Stream):
         if not self._engines:
             await self.feeder.aclose()
 
+    def interrupt(self, iterable: Any) -> None:
+        """Leave out the decodes that have not begun: a batch of them may take seconds."""
+        if iterable is not None and iterable.batches is not None:
+            iterable.batches.close()
+
     async def read_many(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of ``ItemNumber``s."""
         return [sample for (sample, _), _ in items_of(indices)]
@@ -113,12 +119,16 @@ class DecodedSamples:
     """The samples of one epoch of a feeder, each with its length and its key.
 
     Its state is that of the feeder before a batch, with the number of samples that were used of this batch.
+
+    Attributes:
+        batches: The iterator of the feeder, as soon as there is one.
     """
 
     def __init__(self, feeder: Feeder[Any], epoch: int) -> None:
         self._feeder = feeder
         self._before: Mapping[str, Any] = {}
         self._used = 0
+        self.batches: FeedIterator[Any] | None = None
         feeder._session.checkpoint.load(Position(epoch))
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,7 +143,8 @@ class DecodedSamples:
     def __iter__(self) -> Iterator[Any]:
         """Go on from the position, or begin the epoch."""
         used, self._before = self._used, self._feeder.state_dict()
-        for batch in self._feeder:
+        self.batches = iter(self._feeder)
+        for batch in self.batches:
             for self._used, item in enumerate(zip(*batch, strict=True), 1):
                 if self._used > used:
                     yield item

@@ -216,6 +216,9 @@ class Stream(BaseSource):
     def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:
         return StreamReader(self, epoch, first, snapshot, measure).blocks(size)
 
+    def interrupt(self, iterable: Any) -> None:
+        """End a call of ``next`` that waits in another thread, if that is possible."""
+
     def open_epoch(self, epoch: int) -> Any:
         """Return the iterable or async iterable of an epoch.
 
@@ -426,6 +429,7 @@ class StreamReader:
         self._stopped = True
         if self._pending is None:
             return
+        self._stream.interrupt(self._iterable)
         closing: asyncio.Future[None]
         if isinstance(self._pending, asyncio.Task):
             self._pending.cancel()

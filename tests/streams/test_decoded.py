@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import pickle
@@ -263,6 +264,37 @@ def test_threads_end_and_epochs_begin_anew(tmp_path: Path) -> None:
     assert all(session.pipeline.loop_thread.finished.done() for session in sessions)
     with new_feeder(Texts(), None, "pack") as feeder, pickle.loads(pickle.dumps(feeder)) as copy:
         assert lists(copy) == lists(feeder)
+
+
+def test_closing_does_not_wait_for_decodes() -> None:
+    """A closed iterator ends the thread that waits for decoded samples, although a decode does not return."""
+    waits, go_on, decoded = threading.Event(), threading.Event(), itertools.count()
+
+    def decode(text: str) -> Any:
+        if next(decoded) >= 100:  # in the second batch of 64
+            waits.set()
+            go_on.wait(30)
+        return tokenize(text)
+
+    def consume(batches: Any) -> None:
+        with contextlib.suppress(aiofeed.errors.IteratorClosedError):
+            list(batches)
+
+    before = {*threading.enumerate()}
+    texts = aiofeed.Stream(lambda: map(text_of, range(1000)))
+    with new_feeder(texts, decode, "pack", shuffle=False) as feeder:
+        batches = iter(feeder)
+        consumer = threading.Thread(target=consume, args=(batches,))
+        consumer.start()
+        assert waits.wait(30)
+        readers = [each for each in {*threading.enumerate()} - before if each.name.startswith("aiofeed-stream")]
+        batches.close()
+        for thread in [*readers, consumer]:
+            thread.join(2)  # less than a stream is waited for
+        ended = [not thread.is_alive() for thread in [*readers, consumer]]
+        go_on.set()
+    assert len(ended) == 3
+    assert all(ended)
 
 
 def test_names_go_into_rows_and_counts(tmp_path: Path) -> None:
