@@ -390,7 +390,8 @@ class FeederSession(Generic[BatchT]):
 
     def look_for_hint(self) -> None:
         """Log a hint, if it was not logged and the training has waited for long."""
-        if not self._hinted and self.stats.stall_s + self.earlier_stats.stall_s > HINT_AFTER_S:
+        # A wait is counted before its batch is.
+        if self.stats.batches and not self._hinted and self.stats.stall_s + self.earlier_stats.stall_s > HINT_AFTER_S:
             self._hint_at_threads()
 
     def _hint_at_threads(self) -> None:

@@ -672,8 +672,9 @@ def test_the_hint_has_the_gain_of_each_way(
         EpochStats(wall_s=40.0, stall_s=2.9, batches=9),
         EpochStats(wall_s=40.0, stall_s=19.0, batches=9),
         EpochStats(wall_s=40.0, stall_s=38.0, batches=90_000),
+        EpochStats(stall_s=4.0),
     ],
-    ids=["short", "long steps", "tiny batches"],
+    ids=["short", "long steps", "tiny batches", "the first batch is not counted yet"],
 )
 def test_no_hint_where_more_threads_would_not_help(
     stats: EpochStats, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
