@@ -72,7 +72,7 @@ _WAYS: Mapping[str, str | Callable[[Any], str]] = {
     **dict.fromkeys(("log", "logger", "callbacks"), "see feeder.statistics(), aiofeed.exporters and AIOFEED_LOG=debug"),
     **dict.fromkeys(("cache_dir", "cache_limit", "max_cache_size", "keep_in_memory"), "pass cache="),
     **dict.fromkeys(("padding", "padding_value", "pad_token_id"), "pass collate_fn=pad_collate(...)"),
-    **dict.fromkeys(("workers", "n_workers", "num_proc", "worker_count", "num_parallel_calls"), _threads_instead),
+    **dict.fromkeys(("num_proc", "worker_count", "num_parallel_calls"), _threads_instead),
     **dict.fromkeys(("shuffle_seed", "shuffle_algo", "shuffle_block_size", "detshuffle"), "pass shuffle= and seed="),
     **dict.fromkeys(("train", "val_split", "train_ratio", "test_size", "nrows"), "pass a part: source.split(...)"),
     **dict.fromkeys(("usecols", "names", "sep", "index_col", "remove_columns"), "aiofeed.Table chooses columns"),
