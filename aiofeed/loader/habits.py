@@ -95,41 +95,35 @@ _MIXTURE = "aiofeed.Mixture takes several sources"
 # What to write in place of names, by their owner.
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "Feeder": {
-        "sampler batch_sampler epoch current_epoch "
-        "with_epoch": "a Feeder shuffles and shards by itself; feeder.set_epoch(n) chooses the epoch",
+        "sampler batch_sampler epoch "
+        "current_epoch with_epoch": "a Feeder shuffles and shards by itself; feeder.set_epoch(n) chooses the epoch",
         "num_workers pin_memory prefetch_factor generator persistent_workers worker_init_fn timeout seed rank "
         "world_size": "pass limits=, device=, seed= and shard= to Feeder",
         "epoch_size with_length num_batches num_samples n_samples n_batches steps_per_epoch num_rows length size "
-        "shape "
-        "cardinality": "len(feeder) is the number of batches, len(feeder.dataset) of samples",
+        "shape cardinality": "len(feeder) is the number of batches, len(feeder.dataset) of samples",
         "keys paths filenames file_names names": "Feeder(keys=True) returns (batch, keys)",
-        "source data element_spec classes class_to_idx targets labels columns column_names "
-        "features": "feeder.dataset is the source",
-        "errors failures skipped failed stats metrics get_stats profile timings summary describe info report "
-        "plot": "feeder.statistics() and feeder.explain() say where the time goes",
-        "get_state set_state save load restore checkpoint resume save_state "
-        "load_state": "feeder.state_dict() and feeder.load_state_dict(state)",
+        "source data element_spec "
+        "classes class_to_idx targets labels columns column_names features": "feeder.dataset is the source",
+        "errors failures skipped failed stats metrics get_stats profile "
+        "timings summary describe info report plot": "feeder.statistics() and feeder.explain() say where the time goes",
+        "get_state set_state save "
+        "load restore checkpoint resume save_state load_state": "feeder.state_dict() and feeder.load_state_dict(state)",
         "stop shutdown reset start join cancel terminate": "call feeder.close(); iter(feeder) begins an epoch",
         "peek iterrows enumerate show get get_batch next take repeat head sample first iterator get_iterator "
-        "as_numpy_iterator "
-        "iter_batches": "next(iter(feeder)) is a batch; see feeder.epochs(n), feeder.steps(n)",
+        "as_numpy_iterator iter_batches": "next(iter(feeder)) is a batch; see feeder.epochs(n), feeder.steps(n)",
         "split random_split train_test_split": "split the source: source.split(...), source[indices]",
         "map filter shuffle batch to apply shard unbatch with_format prefetch cache select sort window interleave "
-        "zip "
-        "transform with_transform set_transform cuda cpu device collate_fn drop_last decode in_order "
-        "concat skip rename rebatch padded_batch to_tuple device_put set_shuffle set_batch_size "
-        "dtype": "pass transform=, exclude=, shuffle=, batch_size=, device= and others to Feeder",
+        "zip transform with_transform set_transform cuda cpu device collate_fn drop_last decode in_order concat skip "
+        "rename rebatch padded_batch to_tuple device_put set_shuffle "
+        "set_batch_size dtype": "pass transform=, exclude=, shuffle=, batch_size=, device= and others to Feeder",
     },
     "a source": {
         "map filter select take skip shuffle batch shard random_split train_test_split transform transforms window "
-        "target_transform with_transform set_transform with_format apply unbatch repeat prefetch cache sort head "
-        "tail "
-        "sample iloc "
-        "loc": "Feeder has decode=, shuffle=, batch_size= and shard=, a source source[indices] and split()",
+        "target_transform with_transform set_transform with_format apply unbatch repeat prefetch cache sort head tail "
+        "sample iloc loc": "Feeder has decode=, shuffle=, batch_size= and shard=, a source source[indices] and split()",
         "concat concatenate interleave zip merge": _MIXTURE,
         "drop dropna fillna astype unique flatten to_dict class_encode_column rename_column remove_columns "
-        "cast_column groupby describe to_pandas "
-        "add_column": "change the data set before it becomes a source",
+        "cast_column groupby describe to_pandas add_column": "change the data set before it becomes a source",
         "num_rows num_samples length size shape": "len(source) is the number of samples",
         "set_epoch state_dict load_state_dict num_workers stats": "a Feeder has it",
     },
@@ -140,53 +134,51 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "ParquetDataset": "aiofeed.Table takes frames, Arrow tables, datasets, Parquet files",
         "from_generator from_text TextLineDataset": "aiofeed.Stream takes a generator function",
         "ConcatDataset ChainDataset concatenate_datasets interleave_datasets sample_from_datasets concatenate zip "
-        "choose_from_datasets CombinedStreamingDataset ParallelStreamingDataset interleave concat "
-        "BlendedDataset RandomMix": _MIXTURE,
+        "choose_from_datasets CombinedStreamingDataset ParallelStreamingDataset interleave concat BlendedDataset "
+        "RandomMix": _MIXTURE,
         "random_split Subset SubsetRandomSampler train_test_split": "source.split(...) and source[rows] return parts",
-        "map apply batch shuffle take repeat filter select skip unbatch window sort shard with_format "
-        "with_transform": "Feeder(source, decode=, batch_size=, shuffle=) makes batches",
+        "map apply batch shuffle take repeat filter select skip unbatch "
+        "window sort shard with_format with_transform": "Feeder(source, decode=, batch_size=, shuffle=) makes batches",
         "LengthGroupedSampler BucketBatchSampler DynamicBatchSampler padded_batch bucket_by_sequence_length "
         "pad_sequence "
         "DataCollatorWithPadding": "pass batch_size=aiofeed.Buckets(...), collate_fn=aiofeed.pad_collate() to Feeder",
-        "default_collate collate collate_fn Collator "
-        "DataCollator": "pass collate_fn= to Feeder; without it batches are those of torch",
+        "default_collate "
+        "collate collate_fn Collator DataCollator": "pass collate_fn= to Feeder; without it batches are those of torch",
         "Loader DataPipe IterDataPipe MapDataPipe Pipeline WebLoader StreamingDataLoader DataIterator DataModule "
         "LightningDataModule": "aiofeed.Feeder reads sources, aiofeed.DataLoader takes the arguments of torch's",
         "ResampledShards WebPipeline WebDataset TarDataset read_webdataset ShardList SimpleShardList "
-        "tarfile_to_samples "
-        "split_by_worker": "aiofeed.TarShards reads tar files",
+        "tarfile_to_samples split_by_worker": "aiofeed.TarShards reads tar files",
         "CIFAR100 FashionMNIST SVHN STL10 CelebA FakeData LocalDataset Dataset IterableDataset MapDataset "
-        "IterDataset from_torch ImageNet CIFAR10 MNIST CocoDetection VOCDetection "
-        "DataSource": "Feeder takes both; aiofeed.FromDataset and aiofeed.Stream have options for them",
+        "IterDataset from_torch ImageNet CIFAR10 MNIST CocoDetection "
+        "VOCDetection DataSource": "Feeder takes both; aiofeed.FromDataset and aiofeed.Stream have options for them",
         "TensorDataset StackDataset from_numpy from_tensor_slices from_tensors": "aiofeed.Tensors takes tensors",
         "DatasetFolder list_files read_images image_dataset_from_directory VisionDataset Flowers102 Food101 "
         "OxfordIIITPet": "aiofeed.ImageFolder and aiofeed.Files read files",
         "VideoReader VideoClips Kinetics Kinetics400 UCF101 Video read_video VideoDecoder EncodedVideo "
         "LabeledVideoDataset UniformClipSampler RandomClipSampler": "aiofeed.Clips reads videos",
-        "torchaudio LIBRISPEECH YESNO SPEECHCOMMANDS Audio load_audio AudioDecoder "
-        "Resample": "see aiofeed.DecodeAudio, AudioFolder",
+        "torchaudio LIBRISPEECH "
+        "YESNO SPEECHCOMMANDS Audio load_audio AudioDecoder Resample": "see aiofeed.DecodeAudio, AudioFolder",
         "Spectrogram MelSpectrogram Normalize": "transform= of Feeder gets batches: torchaudio and torchvision do that",
-        "open_zarr open_dataset open_mfdataset read_zarr ZarrDataset H5Dataset HDF5Dataset NetCDF "
-        "BatchGenerator": "aiofeed.Arrays({'x': 'era5.zarr/t2m'}) reads Zarr, HDF5 and NetCDF",
+        "open_zarr open_dataset open_mfdataset read_zarr ZarrDataset H5Dataset "
+        "HDF5Dataset NetCDF BatchGenerator": "aiofeed.Arrays({'x': 'era5.zarr/t2m'}) reads Zarr, HDF5 and NetCDF",
         "PrefetchedLoader CudaPrefetcher PrefetchLoader BackgroundGenerator DataPrefetcher ThreadedLoader "
-        "AsyncLoader "
-        "prefetch_to_device": "aiofeed.prefetch(loader, device=) makes batches of any loader ahead",
-        "transforms Compose Resize RandomCrop read_image "
-        "decode_jpeg": "see aiofeed.DecodeImage(size=, crop=, flip=, augment=)",
+        "AsyncLoader prefetch_to_device": "aiofeed.prefetch(loader, device=) makes batches of any loader ahead",
+        "transforms "
+        "Compose Resize RandomCrop read_image decode_jpeg": "see aiofeed.DecodeImage(size=, crop=, flip=, augment=)",
         "DistributedSampler WeightedRandomSampler RandomSampler BatchSampler Sampler IndexSampler ShardOptions "
-        "DistributedBatchSampler SequentialSampler split_dataset_by_node "
-        "split_by_node": "pass shuffle=, shard= or weights= to Feeder",
+        "DistributedBatchSampler "
+        "SequentialSampler split_dataset_by_node split_by_node": "pass shuffle=, shard= or weights= to Feeder",
         "StatefulDataLoader": "aiofeed.DataLoader has state_dict() and load_state_dict()",
-        "StreamingDataset TFRecordDataset "
-        "read_tfrecords": "aiofeed.MDSShards, LitDataShards and TFRecordShards read shards",
+        "StreamingDataset "
+        "TFRecordDataset read_tfrecords": "aiofeed.MDSShards, LitDataShards and TFRecordShards read shards",
         "ShardWriter MDSWriter optimize": "aiofeed reads shards that other packages write",
-        "AnnLoader AnnDataset AnnDataLoader AnnCollection AnnData read_h5ad read_10x_h5 "
-        "Collection": "aiofeed.Arrays({'x': 'cells.h5ad', 'y': 'cells.h5ad::obs/cell_type'}) reads cells",
+        "AnnLoader AnnDataset AnnDataLoader AnnCollection AnnData read_h5ad "
+        "read_10x_h5 Collection": "aiofeed.Arrays({'x': 'cells.h5ad', 'y': 'cells.h5ad::obs/cell_type'}) reads cells",
         "TokensLoader IndexedDataset MMapIndexedDataset GPTDataset": "aiofeed.Tokens reads files of tokens",
         "PackedDataset SequencePacking ConstantLengthDataset": "pass batch_size=aiofeed.Pack(...) to Feeder",
         "set_epoch stats epochs": "see feeder.set_epoch(n), feeder.statistics(), feeder.epochs(n)",
-        "num_workers AUTOTUNE Options ReadOptions MultiprocessingOptions get_worker_info seed set_seed "
-        "cache": "pass limits=, engine=, seed= or cache= to Feeder",
+        "num_workers AUTOTUNE Options ReadOptions MultiprocessingOptions "
+        "get_worker_info seed set_seed cache": "pass limits=, engine=, seed= or cache= to Feeder",
     },
 }
 # Sources of paths, by their ends.

@@ -19,7 +19,6 @@ from aiofeed.kernel.core.faces import BaseSource
 from aiofeed.kernel.core.types import Row, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.kernel.sampling.order import SplitMix64, seed_from
-from aiofeed.kernel.sources.files import Files
 from aiofeed.media.container import Media, import_av, open_media, packets_of
 
 if TYPE_CHECKING:
@@ -150,8 +149,7 @@ class DecodeAudio:
         if self.row is not None:
             return np.full(len(source), self.row.shape[1])
         name, found = f"reading the lengths of {source!r}", list[int]()
-        is_local = isinstance(source.given, Files) and source.given.is_local
-        heads: Any = _Paths(source) if is_local else source
+        heads: Any = _Paths(source) if source.keys_are_paths else source
         feeder = aiofeed.Feeder(heads, decode=self._stated, batch_size=32, sampler=range(len(source)), collate_fn=list)
         with feeder, LoadProgress(name, "files", len(source), lambda done: f"{name}: {done:,} files") as progress:
             for batch in feeder:

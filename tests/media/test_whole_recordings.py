@@ -120,11 +120,28 @@ def test_lengths_of_other_sources(form: str, folder: Path, monkeypatch: pytest.M
         assert DecodeAudio(RATE, 0.5).lengths(source).tolist() == [8000] * 6
 
 
+class NamedFiles(Files):
+    """Files with names of their own."""
+
+    def key(self, index: int, /) -> str:
+        return f"recording {index}"
+
+
 def test_lengths_read_the_heads_of_local_files_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are opened in place."""
+    """Files, and those of a part, are opened in place; those whose keys are no paths are read."""
     source = AudioFolder(folder)
+    assert len(DecodeAudio(RATE).lengths(NamedFiles(source.paths))) == 6
     monkeypatch.setattr(Files, "_contents", lambda *_: pytest.fail("a file was read"))
     assert len(DecodeAudio(RATE).lengths(source)) == 6
+    assert len(DecodeAudio(RATE).lengths(source.split({"train": 4, "val": 2})["train"])) == 4
+
+
+def test_a_plan_forgets_the_dimension_of_another_decoder(folder: Path) -> None:
+    """A plan that measured recordings measures rows of other samples along their first dimension."""
+    plan = TokenBudget("measure", max_tokens=100_000)
+    list(Feeder(AudioFolder(folder), decode=DecodeAudio(RATE), batch_size=plan, collate_fn=pad_collate()))
+    rows = [torch.zeros(length, 3) for length in (40_000, 70_000)]
+    assert [len(batch[0]) for batch in Feeder(rows, batch_size=plan, collate_fn=pad_collate())] == [1, 1]
 
 
 def test_bad_files_are_named_and_other_arguments_refused(folder: Path) -> None:

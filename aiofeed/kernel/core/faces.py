@@ -114,6 +114,11 @@ class BaseSource(Declares):
     rows: NDArray[np.int64] | None = None
     """The indices in ``given`` of its samples; ``None``: all."""
 
+    @default
+    def keys_are_paths(self) -> bool:
+        """Whether each sample is a local file, whose path is its key and may be opened in place of ``read``."""
+        return False
+
     threads: int = 0
     """How many threads may make its items at the same time, if they are objects of Python; otherwise 0."""
 
@@ -318,7 +323,7 @@ _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
     "form_batch", "feeder", "source_names", "lengths", "structure", "adopted", "as_samples", "in_batches",
     "for_neighbours", "in_pieces", "joined", "order", "draws", "new_order", "gathers_on_device", "check_room",
-    "for_memory", "load",
+    "for_memory", "load", "keys_are_paths",
 })
 # fmt: on
 

@@ -290,10 +290,11 @@ class Arguments:
         if self.batch_sampler is None and self.plan is None:
             self.samples = check_batch_size(self.batch_size)
         check_collate_fn(self.collate_fn)
-        if self.decode is not None and (axis := bind_decoder(self.decode).time_axis):
+        axis = 0 if self.decode is None else bind_decoder(self.decode).time_axis
+        if axis:
             self.collate_fn = collate_along(self.collate_fn, axis)
-            if self.plan is not None:
-                self.plan.axis = axis
+        if self.plan is not None:
+            self.plan.axis = axis  # it may be that of another feeder
         check_callable("transform", self.transform)
         if self.split_sequence is not None:
             sequence_part = load_addon("sequence_part", "split_sequence=")

@@ -239,9 +239,10 @@ class Files(IndexedSource):
         return partial(self._objects.read_uncopied, max_bytes=self._rules.max_bytes)
 
     @property
-    def is_local(self) -> bool:
-        """Whether each sample is one local file, which may be opened by its path, that is its key."""
-        return self._objects is None and self._rules.follow_symlinks and self._reads_single_files
+    def keys_are_paths(self) -> bool:
+        """Whether each sample is a local file, whose path is its key."""
+        own = type(self).key is Files.key and type(self).read is Files.read
+        return own and self._objects is None and self._rules.follow_symlinks and self._reads_single_files
 
     @property
     def _reads_single_files(self) -> bool:
